@@ -112,8 +112,8 @@ def interruptible(loud: bool, supervised: bool = False) -> Iterator[Stop]:
 
 
 def _ours(kind: signal.Signals) -> bool:
-    """Returns whether ssfl may handle this signal: no other code has set a handler for it. A program that
-    embeds ssfl keeps its own handlers."""
+    """Returns whether ssfl may handle this signal. It may do so only in the main thread, and only if no other
+    code has set a handler for the signal. A program that embeds ssfl keeps its own handlers."""
     if threading.current_thread() is not threading.main_thread():
         return False
     handler = signal.getsignal(kind)

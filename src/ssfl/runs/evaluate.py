@@ -89,8 +89,9 @@ class Evaluation:
 
     @property
     def calibration_error(self) -> float:
-        """The expected calibration error (ECE): the mean over the `bins` of the distance between confidence
-        and accuracy, weighted by the number of images in a bin."""
+        """The expected calibration error (ECE). For each of the `bins`, the distance between its mean
+        confidence and its accuracy is computed. The error is the mean of these distances, weighted by the
+        number of images in each bin."""
         return statistics.calibration_error(self.bins) or 0.0
 
     @property
@@ -142,10 +143,11 @@ class Evaluation:
 
 def evaluate(run: str | Path, folder: str | Path, *, model: Factory | str | None = None) -> Evaluation:
     """Returns the evaluation of a run's model on the images of `folder`, which has a sub-folder for each
-    class. `model` is needed only if the run used a network of your own, as in `load_model`.
+    class. `run` is a run folder or an exported .safetensors file. If the run used a network of your own,
+    `model` is the function that makes it, or its import path.
 
-    Files are read exactly as `predict` reads them. Files that cannot be read are left out and listed in
-    `broken`.
+    Files are read exactly as `predict` reads them. Files that cannot be read are left out, and the field
+    `broken` of the result lists them. Raises if no file can be read.
     """
     classifier = load_model(run, model)
     label_of = dict(labelled_files(Path(folder), classifier.classes))
@@ -163,8 +165,9 @@ def evaluate(run: str | Path, folder: str | Path, *, model: Factory | str | None
 
 
 def labelled_files(folder: Path, classes: Sequence[str]) -> list[tuple[Path, int]]:
-    """Returns the image files of a folder with their class numbers. The sub-folder of a file is the name of
-    its class. Raises if a sub-folder is not one of the `classes`."""
+    """Returns all image files in the sub-folders of `folder`, each with its class number. The name of a
+    sub-folder is the class of its images. A sub-folder for unlabelled images is skipped. Raises if any other
+    sub-folder is empty or is not one of the `classes`."""
     if not folder.is_dir():
         raise DataError(f"{folder}: there is no such folder; it needs a sub-folder for each class")
     places = {place.name: place for place in pictures.list_folders(folder) if place.name not in UNLABELLED}

@@ -1,7 +1,8 @@
 """Reads and writes the files of a run folder: resolved config, events, split, model and summary.
 `checkpoints.py` writes the checkpoints.
 
-All files are safetensors, JSON or TOML. Each file is written completely or not at all.
+All files are safetensors, JSON or TOML. Each file is written completely or not at all. The exception is
+events.jsonl, to which lines are appended.
 """
 
 import fcntl
@@ -31,13 +32,13 @@ from ssfl.runs import resuming
 UNFINISHED = "unfinished.safetensors"
 """The name of the file with the model of the last checkpoint. It is deleted when the run is finished."""
 WALL_CLOCK = ("seconds", "left", "phases", "memory", "wire_up", "wire_down")
-"""The fields of events about time, memory and network traffic. They may differ between two runs with the same
-results, so comparisons ignore them."""
+"""The names of event fields that hold times, memory use or network traffic. Two runs with the same results
+may differ in these fields, so comparisons of runs ignore them."""
 FAILURE = "failed.json"
 OUTSIDE = "outside.json"
 CONDITIONS = ("engine", "users_at_once", "device", "threads", "compile")
-"""Settings of [run] that may change when a run is resumed. The user gets a warning, because the last digits
-of the results may then differ."""
+"""Settings of [run] that may have other values when a run is resumed, for example on another machine. If one
+has changed, the user gets a warning, because the last digits of the results may then differ."""
 
 
 def versions() -> dict[str, str]:
@@ -70,7 +71,8 @@ def write_atomic(path: Path, content: bytes) -> None:
 
 def create(path: Path, config: Config, parts: dict[str, Any], brought: dict[str, Any] | None = None) -> None:
     """Creates a run folder with config.toml, split.json and an empty events.jsonl; raises if the folder
-    exists. `parts` is the content of split.json.
+    exists. `parts` is the content of split.json, which describes how the images are divided among server and
+    users.
 
     `brought` identifies code from outside the package: import paths and hashes, by section of the config. It
     is written to outside.json. If it is None or empty, that file is not written.
@@ -95,17 +97,20 @@ def create(path: Path, config: Config, parts: dict[str, Any], brought: dict[str,
 
 
 def write_split(path: Path, parts: dict[str, Any]) -> None:
-    """Writes `parts` to split.json in the run folder `path`."""
+    """Writes `parts` to split.json in the run folder `path`. `parts` describes how the images are divided
+    among server and users."""
     write_atomic(path / "split.json", _json(parts))
 
 
 def require_same_code(path: Path, section: str, name: str | None) -> None:
     """Raises if the code of a network or method from outside the package has changed since the run in the
-    folder `path` was started. `section` is "model" or "method", and `name` is the name in that section of the
-    config. Only a name that is an import path, such as "FILE.py:name", is checked.
+    folder `path` was started. Also raises if outside.json has no checksum of that code. `section` is "model"
+    or "method", and `name` is the name in that section of the config. Only a name that is an import path,
+    such as "FILE.py:name", is checked.
 
-    Also raises if nobody has named the file of that import path in this process. A path that is only recorded
-    in a run folder is not trusted, because the folder may come from somebody else. Nothing is imported here.
+    Also raises if the user has not named the code in this process, for example with `--with FILE.py`. An
+    import path that is only recorded in a run folder is not trusted, because the folder may come from
+    somebody else. Nothing is imported here.
     """
     if name is None or not outside.is_path(name):
         return
@@ -129,8 +134,8 @@ def require_same_code(path: Path, section: str, name: str | None) -> None:
 
 
 def continuing(path: Path) -> str | None:
-    """Returns the command that continues the run in a folder; None if there is no run, or if the run is
-    finished or has diverged."""
+    """Returns the command that continues the run in a folder. Returns None if there is no readable run, or if
+    the run is finished, has diverged or was started with ssfl 0.1."""
     try:
         config = read_config(path)
         require_resumable(path)
@@ -221,8 +226,8 @@ def next_free(base: Path) -> Path:
 
 def _known(*folders: Path) -> str:
     """Returns a hint for error messages that names up to five existing runs, such as "; the runs here are
-    runs/a, runs/b". They are the runs in the first of the `folders` that contains any, otherwise those in
-    runs/. Returns "" if no run is found."""
+    runs/a, runs/b". The runs are taken from the first of the `folders` that contains a run. If none of the
+    `folders` does, they are taken from runs/. Returns "" if no run is found."""
     candidates = (
         [str(file.parent) for file in sorted(one.glob("*/config.toml"))] for one in (*folders, Path("runs"))
     )
@@ -231,8 +236,9 @@ def _known(*folders: Path) -> str:
 
 
 def read_config(path: Path) -> Config:
-    """Returns the resolved config of the run in the folder `path`. Raises if it is not a run folder. Configs
-    of the first release are translated."""
+    """Returns the resolved config of the run in the folder `path`. Raises if `path` is not a run folder, or
+    if its config.toml cannot be used. A config that ssfl 0.1 wrote is translated into the present
+    settings."""
     if not path.is_dir():
         raise RunError(f"there is no folder {path}{_known()}", value=str(path))
     if not (path / "config.toml").is_file():
@@ -300,11 +306,11 @@ def read_events(path: Path) -> Iterator[Event]:
 
 
 def cut_events(path: Path, rounds: int, counted: bool = False) -> None:
-    """Keeps the events of the first `rounds` rounds in events.jsonl and removes all later events, because a
-    resumed run will write the later ones again.
+    """Keeps the events of the first `rounds` rounds in events.jsonl and removes all later events. A resumed
+    run writes the later events again.
 
-    With `counted`, raises if the "round" event of a round that is kept is missing. The privacy that was spent
-    is computed from these events.
+    If `counted` is true, raises if one of the first `rounds` rounds has no "round" event. Runs with
+    differential privacy need this check, because the privacy spent is computed from these events.
     """
     events = [event for event in read_events(path) if event["round"] <= rounds]
     lost = set(range(1, rounds + 1)) - {event["round"] for event in events if event["event"] == "round"}
@@ -346,8 +352,8 @@ def write_summary(path: Path, summary: dict[str, Any]) -> None:
 
 
 def read_summary(path: Path) -> dict[str, Any] | None:
-    """Returns the content of summary.json of a finished run; None if the run is unfinished or the file is
-    damaged."""
+    """Returns the content of summary.json of a finished run. Returns None if the run is unfinished, or if the
+    file is damaged or has no accuracy."""
     summary = _object(path / "summary.json")
     return summary if isinstance(end_of(summary), float) else None
 

@@ -21,8 +21,8 @@ from ssfl.runs.text import duration
 from ssfl.simulate.simulation import Simulation
 
 LONG = 2.0
-"""A limit in seconds for what is tried before the run. If the first step takes longer, no second step is
-measured. If all steps of a round would take longer, no whole round is measured."""
+"""A time limit, in seconds, for measurements before the run. If the first step takes longer than this, no
+second step is measured. If all steps of a round would take longer than this, no whole round is measured."""
 SCORED, SCORED_FEATURES = 64, 8
 """The number of test images on which the time of an evaluation is measured. The second number is for networks
 with a frozen part, whose output must first be computed for every image."""
@@ -56,9 +56,8 @@ class Forecast:
 
 
 def measure(sim: Simulation, state: State) -> Forecast | None:
-    """Measures steps of a run and returns the forecast for the rounds after `state`. Returns None if steps
-    cannot be tried alone: if they are compiled, if they run in several processes of torchrun, or if trying
-    one fails."""
+    """Measures a few training steps and returns the forecast for the rounds after `state`. Returns None if
+    training steps are compiled, if torchrun divides them among processes, or if the measurement fails."""
     if sim.ranks is not None or sim.config.run.compile:
         return None
     try:
@@ -150,8 +149,9 @@ def _server(sim: Simulation, state: State) -> float:
 
 
 def _steps(sim: Simulation, train: Callable[[Work], object], work: Work) -> float:
-    """Returns how many seconds all steps of `work` take. To estimate this, `train` is called with only the
-    first step of `work` and, if steps are short, also with its first two steps."""
+    """Returns an estimate of the seconds that all steps of `work` take. First, `train` is called with only
+    the first step of `work`. If this was short and there are further steps, two more calls are measured: with
+    the first step, and with the first two steps."""
     first = _timed(sim, lambda: train(_cut(work, 1)))
     if work.played == 1 or first > LONG:
         return first * work.played

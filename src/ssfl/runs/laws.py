@@ -157,7 +157,8 @@ def _played(config: Config, model: Factory | str | None, rates: list[float] | No
 
 def _resumed(config: Config, model: Factory | str | None) -> State:
     """Trains like `_played`, but interrupts the run after two rounds and continues from a checkpoint with a
-    new simulation. Returns the state after the last round, which should be the same."""
+    new simulation. Returns the state after the last round, which should equal the state that `_played`
+    returns."""
     first = assemble.make(config, model)
     with closing(first.engine), tempfile.TemporaryDirectory() as folder:
         path = Path(folder)

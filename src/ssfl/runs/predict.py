@@ -93,7 +93,8 @@ class Classifier(nn.Module):
 
 
 class Averaged(nn.Module):
-    """The module that `export` saves as a program. Its predictions are those of `ssfl predict`."""
+    """The module that `export` saves as a torch.export program. It makes the same predictions as `ssfl
+    predict`."""
 
     def __init__(self, classifier: Classifier) -> None:
         super().__init__()
@@ -185,8 +186,9 @@ def load_model(run: str | Path, model: external.Factory | str | None = None) -> 
 def classifier(
     tensors: dict[str, Tensor], card: dict[str, Any], path: Path, make: external.Factory | None = None
 ) -> Classifier:
-    """Returns the trained model with these tensors as a `Classifier`, in eval mode. Its network is the one
-    that the model card names, or `make` makes it. `path` is the run folder, for messages."""
+    """Returns the trained model with these tensors as a `Classifier`, in eval mode. The model card says how
+    to build its network. If the network is from outside the package, `make` makes it; None means that its
+    import path is used. `path` is the run folder or model file, for messages."""
     network = network_of(card, path, make, tensors)
     network.to(next(iter(tensors.values())).dtype)
     return classifier_of(network, tensors, card)
@@ -198,10 +200,12 @@ def network_of(
     make: external.Factory | None = None,
     tensors: dict[str, Tensor] | None = None,
 ) -> nn.Module:
-    """Returns the network that a model card names. A network from outside the package is made by `make`, or
-    found by its import path. Raises if neither is possible, or if the code has changed since the training.
+    """Returns the network that a model card names. A network from outside the package is made by `make`, or,
+    if `make` is None, found by its import path. Raises if there is neither `make` nor an import path, or if
+    the code at the import path has changed since the training.
 
-    Frozen weights are taken from `tensors` if the model file contains them.
+    `tensors` are the tensors of the model file. If the file contains all tensors of the network, the frozen
+    weights are taken from there. `path` is the run folder or model file, for messages.
     """
     name, classes = card["model"], len(card["classes"])
     channels, height, width = (int(size) for size in card["shape"])
@@ -236,9 +240,10 @@ def network_of(
 def _require_frozen(
     network: nn.Module, saved: dict[str, Tensor] | None, identity: dict[str, Any], path: Path
 ) -> None:
-    """Raises if the network's frozen weights are not those with which the model was trained. If the model
-    file contained frozen weights (`saved`), they are loaded first. `identity` has the fingerprint to compare
-    with."""
+    """Raises if the network's frozen weights are not those with which the model was trained. The fingerprint
+    of the right weights is in `identity`. `saved` are all tensors of the network from the model file, which
+    are loaded first; None if the file has no frozen weights. `path` is the run folder or model file, for
+    messages."""
     if saved is not None:
         external.plain(network).load_state_dict(saved)
     if external.fingerprint(network) != identity["frozen"]:

@@ -8,10 +8,11 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def commit() -> str | None:
-    """Returns the git commit of this checkout, followed by "+" if the code was changed since; None if this is
-    not a git checkout.
+    """Returns the git commit of this checkout, followed by "+" if the code has uncommitted changes; None if
+    this is not a git checkout.
 
-    For a copy without git history, the environment variable SSFL_COMMIT can name the commit.
+    If the environment variable SSFL_COMMIT is set, its value is returned instead. It is meant for copies
+    without git history.
     """
     if recorded := os.environ.get("SSFL_COMMIT"):
         return recorded

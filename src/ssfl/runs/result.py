@@ -43,11 +43,11 @@ class Result:
     """The number of the last round, if Ctrl-C or SIGTERM came during it; otherwise None. The run itself is
     finished, but a command that does several runs must stop now."""
     stopped_by: int = signal.SIGINT
-    """The number of the signal that came during the last round: that of Ctrl-C or SIGTERM. It has no meaning
+    """The number of the signal that came during the last round: SIGINT (Ctrl-C) or SIGTERM. It has no meaning
     if `stopped` is None."""
     summary: dict[str, Any] = field(default_factory=dict, repr=False)
-    """The content of summary.json: among others the accuracy with its count and interval, the verdict, the
-    time and the bytes sent."""
+    """The content of summary.json. Among others, it has the accuracy with its confidence interval and number
+    of images, the time and the bytes sent. It also has the verdict: whether the unlabelled images helped."""
 
     @property
     def verdict(self) -> str | None:
@@ -58,8 +58,9 @@ class Result:
 
     @property
     def score_text(self) -> str:
-        """The final accuracy as text, with its count and interval. If there is no accuracy on test images or
-        folds, it is the one on validation images."""
+        """The final accuracy as text, with the number of images and the confidence interval. It is the
+        accuracy on test images or cross-validation folds, otherwise that on validation images. Without any
+        accuracy, the text is "finished"."""
         return text.ending(self.summary or last_event(self.history, "eval"))
 
 
@@ -71,8 +72,12 @@ def finish(
     events: list[Event],
     compared: Compared,
 ) -> Result:
-    """Writes the model and summary.json of a run that has played all its rounds, and returns the result. If
-    the comparison (`compared`) decided for the server-only model, that model is written."""
+    """Writes the model and summary.json of a run that has played all its rounds, and returns the result.
+    `totals` has the seconds and bytes of all rounds together, and `events` are all events of the run.
+
+    `compared` is the outcome of the comparison with a server-only model. If it says to keep the server-only
+    model, that model is written instead of the federated one.
+    """
     evaluation = last_event(events, "eval")
     chosen, final_state = sim, state
     if compared.alone is not None and compared.kept_alone:
@@ -113,10 +118,10 @@ def finish(
 
 
 def judged_by(evaluation: Event, compared: Compared) -> dict[str, Any]:
-    """Returns entries of summary.json: on which images the final accuracy was measured ("judged_by"), and its
-    confidence interval. These images are the test images if there are any, otherwise those of the
-    cross-validation folds, otherwise the validation images. For folds, the accuracy itself is also returned.
-    The dict is empty without such images."""
+    """Returns entries of summary.json about the final accuracy: its confidence interval, and on which images
+    it was measured ("judged_by"). These images are the test images, if the last `evaluation` used them.
+    Otherwise they are the held-out images of the cross-validation folds, otherwise the validation images. For
+    folds, the accuracy itself is also returned. The dict is empty if there are no such images."""
     if "accuracy" in evaluation:
         return {"judged_by": "test", "interval": [*wilson(evaluation["correct"], evaluation["count"])]}
     if compared.folds is not None:
@@ -141,7 +146,8 @@ def test_views(data: DataSettings) -> dict[str, Any]:
 
 def model_card(sim: Simulation, evaluation: Event) -> dict[str, Any]:
     """Returns the model card, which is stored in a model file. It says how to build the network and how to
-    prepare images for it, and it names the classes."""
+    prepare images for it, and it names the classes. It also has the accuracy of `evaluation`, the event of
+    the last evaluation."""
     return {
         "model": sim.config.model.name,
         "norm": sim.config.model.norm,

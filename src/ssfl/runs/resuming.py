@@ -24,9 +24,9 @@ values."""
 
 
 def command(config: Config, path: Path) -> str:
-    """Returns the command that continues the run in a folder, such as "ssfl resume runs/anchored". If the run
-    uses an object that was passed from Python, it is a line of Python instead, since no command could pass
-    the object."""
+    """Returns the command that continues the run in a folder, such as "ssfl resume runs/anchored". If an
+    object was passed to the run from Python, no command could pass it again. The result is then a line of
+    Python."""
     names = {"model": config.model.name, "data": config.data.name, "method": config.method.name}
     if outside.IN_MEMORY in names.values():
         return f"ssfl.resume({str(path)!r}{''.join(_arguments(names))})"
@@ -38,9 +38,9 @@ def command(config: Config, path: Path) -> str:
 
 
 def _arguments(names: dict[str, str | None]) -> list[str]:
-    """Returns the arguments of `ssfl.resume` after the folder, each as text such as ", data=data". They are
-    the objects that were passed from Python, and the import paths of a network or data from outside the
-    package. `names` are the names of model, data and method in the config."""
+    """Returns texts such as ", data=data": the arguments that follow the folder in a call of `ssfl.resume`.
+    There is one argument for each object that was passed from Python. There is also one for each import path
+    of a network or of data. `names` maps "model", "data" and "method" to their names in the config."""
     objects = {"model": "make", "data": "data", "method": "method"}
     passed = []
     for key, name in names.items():
@@ -63,8 +63,9 @@ def _launcher(config: Config) -> str:
 
 
 def _serving(path: Path, code: str) -> str:
-    """Returns the command that continues a federation of real sites, with the options with which `ssfl serve`
-    was started. `code` is text to append: options that name files with code."""
+    """Returns the command that continues a federation of real sites: `ssfl serve` with the options with which
+    it was started, or `flwr run`. `code` is text to append to `ssfl serve`: `--with` options that name files
+    with Python code."""
     try:
         saved: Any = plain_files.parse_json(plain_files.read(path / SERVE, plain_files.CONFIG))
     except (OSError, ValueError):

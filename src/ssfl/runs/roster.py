@@ -52,10 +52,11 @@ def going_on(path: Path, config: Config, known: Sequence[str], count: int) -> tu
 
 
 def joined(config: Config, sites: int) -> Config:
-    """Returns the config with `sites` users, if that is more than the run was started with; otherwise the
-    config unchanged.
+    """Returns the config for a federation of `sites` sites, each of which is one user. If the run was started
+    with at least as many sites, the config is returned unchanged.
 
-    config.toml itself stays unchanged, because checkpoints contain a hash of it. split.json names all sites.
+    The file config.toml stays unchanged, because checkpoints contain a hash of it. split.json names all
+    sites.
     """
     users, federation = config.split.users, config.federation
     if sites <= users:
@@ -66,8 +67,9 @@ def joined(config: Config, sites: int) -> Config:
 
 
 def grown(state: State, users: int) -> State:
-    """Returns the state with entries for new sites, so that it has `users` of them. A new site has no refused
-    updates, and the gate's trust in it is zero."""
+    """Returns the state, in which new sites have been added so that there are `users` sites in total. A new
+    site starts with no refused updates. Its trust, by which the gate weights updates (see
+    `simulate/gate.py`), starts at zero."""
     new = users - len(state.strikes)
     trust = {name: F.pad(kept, (0, new)) for name, kept in state.memory.items() if name == TRUST}
     return replace(state, strikes=F.pad(state.strikes, (0, new)), memory=state.memory | trust)

@@ -31,15 +31,16 @@ Report = Callable[[Event], None]
 
 @dataclass(frozen=True)
 class Done:
-    """What `ssfl.Federation` yields after each round: its number, its events and the new state."""
+    """What `ssfl.Federation` yields after each round: the number of the round, its events and the state after
+    it."""
 
     round: int
     """The number of rounds played so far, including this one."""
     events: list[Event]
     """The events of this round, each a dict: one of kind "round", and possibly an evaluation and others."""
     state: State = field(repr=False)
-    """The state after this round: the groups' models, their average, and the method's memory. The next round
-    starts from it."""
+    """The state after this round: the groups' models, the averaged model, the momentum, and tensors that the
+    method keeps between rounds. The next round starts from this state."""
 
 
 Playing = Generator[Done, None, "Result"]
@@ -87,8 +88,13 @@ def is_leader(config: Config) -> bool:
 
 
 def conditions(sim: Simulation) -> dict[str, str]:
-    """Returns everything besides the config that can change the last digits of a run's results: versions,
-    device, engine, threads and others. Checkpoints record it, and a resumed run warns if it has changed."""
+    """Returns the conditions of a run that can change the last digits of its results. They are versions, the
+    device, and settings of [run] such as engine and threads. If the run records a fingerprint of frozen
+    weights, it is included.
+
+    Checkpoints record the conditions. A resumed run warns if they have changed, and raises if the frozen
+    weights have.
+    """
     settings = {name: str(getattr(sim.config.run, name)) for name in folder.CONDITIONS}
     ranks = {} if sim.ranks is None else {"ranks": str(sim.ranks.size)}
     frozen = {"frozen": str(sim.brought["model"]["frozen"])} if "model" in sim.brought else {}
@@ -97,7 +103,7 @@ def conditions(sim: Simulation) -> dict[str, str]:
 
 def play(sim: Simulation, path: Path, start: Checkpoint, report: Report | None) -> Result:
     """Plays the remaining rounds of a run in the folder `path`, from the checkpoint `start`, and returns the
-    result. `report` is called with each event."""
+    result. `report` is called with each event, unless it is None."""
     crowded = sim.ranks is not None and sim.ranks.size > 1
     with interruptible(report is not None, crowded) as interrupted:
         left = playing(RestOfRun(sim, path, start, report, lambda: interrupted.by, sim.evaluate))
@@ -112,9 +118,9 @@ def play(sim: Simulation, path: Path, start: Checkpoint, report: Report | None) 
 
 def playing(rest: RestOfRun) -> Playing:
     """A generator that plays the remaining rounds: it yields after each round and finally returns the result.
-    An error is also recorded in the run folder.
+    If an error ends the main run, it is also recorded in the run folder.
 
-    Closing the generator early writes a checkpoint of the last round.
+    If the generator is closed early, a checkpoint is written, unless the last round already has one.
     """
     if rest.what or not is_leader(rest.sim.config):
         return (yield from _playing(rest, lambda event: None))
@@ -217,8 +223,12 @@ def _playing(rest: RestOfRun, tracked: Report) -> Playing:
 def _inside(
     sim: Simulation, path: Path, what: str, report: Report | None, interrupted: Callable[[], int]
 ) -> State:
-    """Plays a run inside the folder of the main run, such as the server-only run, from its last checkpoint if
-    there is one. Returns its last state. `path` is its own folder, and `what` its name in messages."""
+    """Plays an additional run inside the folder of the main run, such as the server-only run. Returns the
+    last state of the additional run. If it was interrupted before, it continues from its last checkpoint.
+
+    `path` is the folder of the additional run, and `what` is its name in messages. `report` and `interrupted`
+    are as in `RestOfRun`.
+    """
     start = _reopened(sim, path)
     if start is None:
         start = Checkpoint(sim.initial(), {}, conditions(sim))
@@ -232,9 +242,12 @@ def _inside(
 
 
 def _reopened(sim: Simulation, path: Path) -> Checkpoint | None:
-    """Returns the last checkpoint of a run inside the folder of the main run, such as the server-only run.
-    Returns None if that run's own folder, `path`, is missing or damaged. That run then starts anew, which
-    takes longer but gives the same result."""
+    """Returns the last checkpoint of an additional run inside the folder of the main run, such as the
+    server-only run. If there is no checkpoint yet, it is made from the initial state.
+
+    Returns None if `path`, the folder of the additional run, is missing or damaged. The additional run then
+    starts anew, which takes longer but gives the same result.
+    """
     if not (path / "config.toml").is_file():
         return None
     try:

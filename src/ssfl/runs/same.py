@@ -11,10 +11,12 @@ from ssfl.runs import folder, resolve
 
 def require(config: Config, path: Path) -> None:
     """Raises if the folder `path` holds a run with other settings than `config`. This can happen, for
-    example, if a method's defaults have changed in a new version.
+    example, if a method's defaults have changed in a new version. If the folder holds no run, nothing
+    happens.
 
-    Settings that depend on the images, and the location of the images, are not compared. Without a run in the
-    folder, nothing happens.
+    Not compared are the section [run], federation.gate, the location of the images, and settings that
+    `config` leaves open. The section [split] is not compared if the data name the owner of each image. Nor is
+    split.server_labels, if only users have labels.
     """
     if not (path / "config.toml").is_file():
         return

@@ -37,8 +37,9 @@ def write(evaluation: Evaluation, target: Path) -> Path | None:
 
 
 def draw(answers: Sequence[Answer], classes: Sequence[str], white: int) -> Image.Image:
-    """Returns a picture with all these images in rows, each with its predicted class, its true class and its
-    file name. `white` is the pixel value that becomes white in files with more than 8 bits per channel."""
+    """Returns a picture that shows the image files of all `answers` in rows. Under each image are its
+    predicted class with the confidence, its true class and its file name. `white` is the pixel value that
+    becomes white in files with more than 8 bits per channel."""
     across = min(ACROSS, len(answers))
     down = -(-len(answers) // across)
     tall = SIDE + 3 * LINE + GAP
@@ -69,8 +70,8 @@ def _picture(file: Path, white: int) -> Image.Image:
 
 
 def _cut(line: str, font: ImageFont.ImageFont | ImageFont.FreeTypeFont) -> str:
-    """Returns the line of text in a length that fits under an image. If it is too long, dots replace its
-    middle."""
+    """Returns a text that is short enough to fit under an image. If `line` is too long, three dots replace
+    its middle."""
     line = printable(line)
     if font.getlength(line) <= SIDE:
         return line

@@ -81,8 +81,8 @@ class Federation:
         data: Data | str | None,
         method: Method | None,
     ) -> None:
-        """Creates the run folder, or opens the existing one. Raises if the run in the folder has other
-        settings than `config`."""
+        """Creates the run folder, or opens the existing one to continue the run in it. Raises if that run has
+        other settings than `config`. `model`, `data` and `method` are as in `ssfl.run`."""
         there = (self.path / "config.toml").is_file()
         if there:
             same.require(resolve.with_data(config, data), self.path)
@@ -93,8 +93,8 @@ class Federation:
             begun = train.begun(config, self.path, model, data)
         self._sim, start = self._open.enter_context(begun)
         self.state: State = start.state
-        """The state after the last round that was played: the groups' models, their average, and the method's
-        memory."""
+        """The state after the last round that was played: the groups' models, the averaged model, the
+        momentum, and tensors that the method keeps between rounds."""
         rest = round_loop.RestOfRun(self._sim, self.path, start, None, lambda: self._asked.by, self._evaluate)
         self._left: round_loop.Playing | None = round_loop.playing(rest)
         summary = folder.read_summary(self.path)

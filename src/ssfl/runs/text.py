@@ -76,7 +76,8 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 def split(config: Config, described: dict[str, Any]) -> str:
     """Returns a description of a split as text: how many images the server and each user have, and a
-    histogram of their classes. `described` is the content of split.json."""
+    histogram of their classes. `described` is the content of split.json, and `config` says by which scheme
+    the images were divided."""
     users, classes = described["users"], described["classes"]
     sizes, rows = described["sizes"], described["user_classes"]
     wanted = config.split
@@ -128,8 +129,9 @@ def split(config: Config, described: dict[str, Any]) -> str:
 
 
 def untested(classes: Sequence[str], counts: Sequence[float | None]) -> list[str]:
-    """Returns a list with one line that names classes without test images. The list is empty if all classes
-    have test images, or if none has any. `counts` has the number of test images of each class."""
+    """Returns a list with one line of text that names the classes without test images. The list is empty if
+    every class has test images, or if there are no test images at all. `counts` has the number of test images
+    of each class."""
     missing = [name for name, count in zip(classes, counts, strict=True) if not count]
     if not missing or len(missing) == len(classes):
         return []
@@ -141,8 +143,8 @@ def untested(classes: Sequence[str], counts: Sequence[float | None]) -> list[str
 
 
 def loose(images: int) -> list[str]:
-    """Returns a line, in a list, that says that `images` images are directly in unlabelled/ although it has
-    sub-folders. The list is empty if `images` is 0."""
+    """Returns a list with one line of text. The line says that `images` images are in unlabelled/ itself, not
+    in one of its sub-folders, and form one more user. The list is empty if `images` is 0."""
     if not images:
         return []
     return [
@@ -152,8 +154,8 @@ def loose(images: int) -> list[str]:
 
 
 def _typical(size: int, counts: list[int], classes: list[str]) -> str:
-    """Returns a sentence about user 0, as an example: how many images it has, and of which classes. `counts`
-    are its images of each class."""
+    """Returns a sentence about user 0 as an example: how many images it has (`size`), and of which classes.
+    `counts` has, for each class, how many of the user's images are known to be of that class."""
     if not sum(counts):
         return f"user 0 has {size} images without labels"
     order = sorted(range(len(counts)), key=lambda label: -counts[label])

@@ -119,7 +119,8 @@ class Memory:
         self._save()
 
     def note(self, event: Event) -> bool:
-        """Records that an event is logged. Returns False if it was logged before."""
+        """Records that an event is about to be logged, and returns True. Returns False if the event was
+        logged before."""
         if event["round"] <= self.logged.get(event["event"], -1):
             return False
         self.logged[event["event"]] = event["round"]
@@ -196,8 +197,8 @@ def _mlflow(path: Path, config: Config, memory: Memory) -> Backend:
 
 
 def _wandb(path: Path, config: Config, memory: Memory) -> Backend:
-    """Returns a connection to Weights & Biases, which logs to the project "ssfl". Its own environment
-    variables (WANDB_PROJECT, WANDB_MODE) can change that."""
+    """Returns a connection to Weights & Biases, which logs to the project "ssfl". The environment variable
+    WANDB_PROJECT can name another project, and WANDB_MODE can turn off the upload."""
     import wandb
 
     opened = wandb.init(

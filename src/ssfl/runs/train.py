@@ -58,8 +58,8 @@ def run(
 
 
 def with_method(config: Config | str | Path, method: Method | None) -> Config:
-    """Returns the config, with `method` in place of its section [method] if one was passed. If `config` is a
-    name or a path, it is loaded first."""
+    """Returns the config, with `method` in place of its section [method] if `method` is not None. If `config`
+    is the name of a preset or a path, the config is loaded from there first."""
     if not isinstance(config, Config):
         return load_config(config, method=method)
     return config if method is None else replace(config, method=method)
@@ -116,8 +116,8 @@ def _resume(
 def begun(
     config: Config, path: Path, model: Factory | str | None, data: Data | str | None
 ) -> Iterator[tuple[Simulation, Checkpoint]]:
-    """Creates and locks a new run folder. Yields its simulation, and a checkpoint with the state before the
-    first round."""
+    """Creates and locks a new run folder. Yields the simulation of the run, and a checkpoint with the state
+    before the first round. `model` and `data` are as in `run`."""
     leads = is_leader(config)
     if leads:
         folder.require_free(path)
@@ -140,9 +140,12 @@ def reopened(
     warn: Warn,
     method: Method | None = None,
 ) -> Iterator[tuple[Simulation, Checkpoint]]:
-    """Prepares the run in an existing folder to be continued. Yields its simulation and its last valid
-    checkpoint. Raises if the data, the code or the frozen weights have changed. Warns if versions or the
-    device have changed."""
+    """Prepares the run in the existing folder `path` to be continued. Yields its simulation and its last
+    valid checkpoint. If there is no checkpoint, one with the initial state is yielded.
+
+    Raises if the data, the code or the frozen weights have changed. Calls `warn` if versions, the device or
+    similar conditions have changed.
+    """
     if config.data.name == IN_MEMORY and data is None:
         raise RunError(
             f"the data of {path} were passed from Python: continue with `{resuming.command(config, path)}`",
@@ -170,8 +173,9 @@ def reopened(
 
 
 def require_frozen(start: Checkpoint, now: dict[str, str], config: Config, path: Path) -> None:
-    """Raises if the frozen weights of the network are not those at the time of the checkpoint `start`. `now`
-    are the present conditions, which have a fingerprint of the frozen weights."""
+    """Raises if the network's frozen weights have changed since the checkpoint `start` was written. `now` are
+    the present conditions of the run, as `conditions` returns them. They contain a fingerprint of the frozen
+    weights."""
     if start.conditions.get("frozen") != now.get("frozen"):
         ours = config.model.name in backbones.NAMES and config.model.weights is None
         restore = "use the version of ssfl that started it" if ours else "restore them"
@@ -238,8 +242,9 @@ def _here(config: Config, warn: Warn) -> Config:
 
 
 def _supplied(config: Config, path: Path, model: Factory | str | None) -> Factory | None:
-    """Returns the function that makes the network, if it was passed as an object; None if the config names
-    the network. Raises if a needed object is missing, or if code from a file has changed."""
+    """Returns the function that makes the network (`model`), if the run was started with such a function;
+    None if the config names the network. Raises if the function is missing, or is passed although the config
+    names the network. Also raises if code from a file has changed."""
     name = config.model.name
     if isinstance(model, str):
         outside.trust(model)
@@ -261,8 +266,9 @@ def _supplied(config: Config, path: Path, model: Factory | str | None) -> Factor
 
 
 def _with_its_method(config: Config, path: Path, method: Method | None) -> Config:
-    """Returns the config with the method with which the run was started. Raises if a method that was passed
-    as an object is missing or has other settings, or if code from a file has changed."""
+    """Returns the config with the method with which the run was started. Raises if that was an object and
+    `method` is None, or if `method` has other settings than at the start. Also raises if code from a file has
+    changed."""
     name = config.method.name
     if name == outside.IN_MEMORY:
         if method is None:

@@ -36,8 +36,8 @@ class Comparison:
 
     @property
     def conclusion(self) -> str:
-        """The outcome: "helped" or "hurt" if the 95 % interval of the difference excludes zero; otherwise
-        "unclear", or "too few" with few images."""
+        """The outcome: "helped" or "hurt" if the 95 % interval of the difference excludes zero. Otherwise it
+        is "unclear", or "too few" if there are too few images to tell."""
         low, high = self.pair.interval
         if low > 0:
             return "helped"
@@ -83,8 +83,8 @@ def judge(comparisons: Sequence[Comparison], users: str = "unlabelled images") -
     """Returns the verdict as it is stored in summary.json: its text, its numbers, and which model is kept.
     `users` are the words for the users' data in the text.
 
-    The server-only model is kept if the unlabelled images hurt on validation images or held-out folds. Test
-    images are never used for this choice.
+    The server-only model is kept if the users' data hurt on the held-out images of the cross-validation
+    folds. Without folds, the validation images decide. Test images are never used for this choice.
     """
     shown = next(
         comparison

@@ -20,8 +20,9 @@ def attacking_users(users: int, share: float, seed: int) -> frozenset[int]:
 
 
 def kind_in(attack: str, round: int) -> str | None:
-    """Returns the attack to simulate in this round, or None if attackers behave honestly in it. The attack
-    "alternating" is "sign" in every second round."""
+    """Returns the attack to simulate in this round, or None if attackers behave honestly in this round. With
+    "alternating", attackers reverse their updates (the attack "sign") in every second round, and are honest
+    in the rounds between."""
     if attack == "alternating":
         return "sign" if round % 2 else None
     return attack

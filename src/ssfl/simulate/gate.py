@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 REACH = 1.0
-"""An update longer than this multiple of the usual length is shortened to it. The usual length is the median
-norm of the users' updates. The limit can be low because honest lengths differ little, even if users have
-different classes."""
+"""The largest allowed length of an update, as a multiple of the usual length. Longer updates are shortened to
+this limit. The usual length is the median norm of the users' updates. The limit can be low because honest
+lengths differ little, even if users have different classes."""
 GROWTH = 2.0
-"""Limits how fast the usual length (the median norm of the users' updates) may grow: to this multiple of the
-largest one in the remembered rounds."""
+"""Limits how fast the usual length (the median norm of the users' updates) may grow. In a new round, it is at
+most this multiple of the largest usual length in the remembered rounds."""
 ROUNDS = 10
 """The number of past rounds whose usual length (the median norm of the users' updates) is remembered."""
 LENGTH = 3.0
@@ -48,7 +48,7 @@ loss falls."""
 
 @dataclass(frozen=True)
 class GateResult:
-    """What the gate decided about the n models of a round."""
+    """What the gate decided about the models that n users returned in a round."""
 
     reasons: list[str]
     """For each of the n models, why it is refused; "" if it is accepted."""
@@ -147,8 +147,9 @@ def weighted(trust: Tensor) -> Tensor:
 
 
 def _usual(lengths: Tensor, before: Tensor | None) -> Tensor:
-    """Returns the usual length of an update in a round: the median of the `lengths`. It is at most twice the
-    largest usual length of earlier rounds (`before`)."""
+    """Returns the usual length of an update in a round: the median of the `lengths`, but at most twice the
+    largest number in `before`. `before` has the usual lengths of earlier rounds. If it is None or all zero,
+    there is no limit."""
     usual = lengths.median() if len(lengths) else lengths.new_zeros(())
     if before is not None and bool((before > 0).any()):
         usual = torch.minimum(usual, GROWTH * before.max().to(usual))

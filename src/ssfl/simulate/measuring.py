@@ -91,14 +91,19 @@ def diversity_event(
     engine: Engine, ranks: Dist | None, method: Method, plan: Plan, state: State, cohort: Cohort, log: Log
 ) -> Event:
     """Returns the event with the gradient diversity of a round (Definition 1 of Zhang et al. 2020) and its
-    variants. The gradient of each user, and of the server, is taken at the weights that this trainer
-    received."""
+    variants. The gradient of each user is taken at the model that the user received. The server's gradient is
+    taken at the model from which the server started."""
     seed = draws.key(plan.config.run.seed, "diversity")
     size, device, weights = plan.config.train.batch_size, state.average.device, state.momentum.shape[1]
 
     def full(role: str, trainers: Tensor, owners: Owners, members: Tensor, rows: Tensor) -> Tensor:
-        """Returns the gradients [n, P] of n trainers, each over all images of that trainer and at its model
-        in `rows` [n, P + Q]. A model is a row of P weights and Q running statistics."""
+        """Returns the gradients [n, P] of n trainers, which are users or the server (`role`). Each gradient
+        is over all images of the trainer, at its model in `rows` [n, P + Q]. A model is a row of P weights
+        and Q running statistics.
+
+        `trainers` [n] are numbers from which random keys are made. `members` [n] says which owner in `owners`
+        has the images of each trainer.
+        """
         sizes = owners.sizes[members]
         steps = -(-int(sizes.max()) // size)
         places = torch.arange(steps * size, device=device) % sizes[:, None]
@@ -137,9 +142,10 @@ def _in_parts(
     sizes: Tensor,
     weights: int,
 ) -> Tensor:
-    """Returns the gradients [n, P] of n trainers, each over all images of that trainer. To limit memory, only
-    `at_once` trainers are computed at a time. With torchrun, each process computes some of the trainers, and
-    all get the whole result. P is the number of weights."""
+    """Returns the gradients [n, P] of n trainers (users, or the server). Each gradient is over all images of
+    the trainer; `sizes` [n] are the numbers of these images. P is the number of weights. To limit memory, at
+    most `at_once` gradients are computed together. With torchrun, each process computes some of the
+    gradients, and every process gets all of them."""
     count = len(rows)
     share = slice(0, count) if ranks is None else ranks.share(count)
     gradients = []
@@ -167,7 +173,8 @@ def _of_users(
     metrics: dict[str, list[float]], norms: list[float], refused: Collection[int]
 ) -> dict[str, Any]:
     """Returns the fields of a round's event that are about users. They are the loss, mask rate and update
-    norm of each user, and the means over all users that the gate did not refuse."""
+    norm of each user, and means of metrics over users. The means leave out users that the gate refused, whose
+    positions are in `refused`."""
 
     def total(values: list[float]) -> float:
         return sum(value for place, value in enumerate(values) if place not in refused)

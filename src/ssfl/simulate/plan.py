@@ -55,7 +55,7 @@ class Plan:
     server: Owners
     """The server's labelled images, as `Owners` with a single owner."""
     positions: Positions
-    """A function of the engine that returns, for each trainer, the order in which it goes through its images.
+    """A function of the engine that returns in which order users, or the server, train on their own images.
     See `positions` in `engines/work.py`."""
     device: torch.device
     judges: Tensor | None = None
@@ -92,8 +92,9 @@ class Plan:
         return tuple(view for view in ("weak", "strong") if view in self.config.method.uses())
 
     def prepare(self, round: int) -> tuple[Cohort, Work, Work | None]:
-        """Returns a round's cohort, the users' work and the server's work. Work is which images to train on,
-        with which learning rates and random keys. The server's is None if it has no labelled images."""
+        """Returns the cohort of a round (the users that take part), the users' work and the server's work.
+        Work says which images to train on, with which learning rates and random keys. The server's work is
+        None if the server has no labelled images."""
         cohort = self.cohort(round)
         server_work = self.server_work(round) if len(self.server.images) else None
         return cohort, self.users_work(round, cohort), server_work
@@ -116,9 +117,9 @@ class Plan:
         )
 
     def steps_before(self, round: int) -> int:
-        """Returns how many training steps all rounds before this one have together, at federation.period
-        steps each (plus extra steps, if federation.extra_step). The learning rate schedule depends on this
-        number."""
+        """Returns the total number of training steps in all rounds before this one, which determines the
+        learning rate. Each round counts as federation.period steps. With federation.extra_step, the first
+        round of each epoch counts as one step more."""
         federation = self.config.federation
         steps = round * federation.period
         if not federation.extra_step:
@@ -133,8 +134,8 @@ class Plan:
 
     @cached_property
     def local_steps(self) -> Tensor | None:
-        """[K]: how many training steps each of the K users takes in a round, with federation.local_epochs.
-        None without this setting: all users then take the same number."""
+        """[K]: how many training steps each of the K users takes in a round, if federation.local_epochs is
+        set. None if it is not set; all users then take the same number of steps."""
         epochs = self.config.federation.local_epochs
         if epochs is None:
             return None
@@ -142,14 +143,18 @@ class Plan:
 
     @cached_property
     def most_steps(self) -> int:
-        """The largest number of training steps that any user takes in a round, with federation.local_epochs;
-        0 without this setting."""
+        """The largest number of training steps that any user takes in a round, if federation.local_epochs is
+        set; 0 if it is not set."""
         return 0 if self.local_steps is None else int(self.local_steps.max())
 
     def own_steps(self, role: str) -> int | None:
-        """Returns the number of steps in a round for the role "user" or "server", if a setting of its own
-        fixes it: federation.local_epochs or train.server_steps. Otherwise returns None, and federation.period
-        applies. With such a setting, the learning rate is constant within a round."""
+        """Returns the number of training steps in a round, if a special setting determines it. For the role
+        "user", the setting is federation.local_epochs, and the largest number of any user is returned. For
+        the role "server", the setting is train.server_steps.
+
+        Returns None if the setting is not used. The number of steps is then determined by federation.period.
+        If the setting is used, the learning rate is constant within a round.
+        """
         return (self.most_steps or None) if role == "user" else self.config.train.server_steps
 
     def rates(self, round: int, role: str = "user") -> tuple[float, ...]:

@@ -48,8 +48,9 @@ def secret(count: int) -> Tensor:
 
 
 def planned(config: Config) -> Event:
-    """Returns the privacy event (both ε and their parameters) for a whole run, before it starts and as if no
-    user dropped out. The config must be resolved."""
+    """Returns the privacy event for a whole run, before it starts: the bounds `epsilon_sent` and
+    `epsilon_model` with their parameters. It is assumed that no user drops out. The config must be
+    resolved."""
     federation = config.federation
     participants, groups = federation.participants or 1, federation.groups or 1
     least = participants // groups
@@ -62,8 +63,8 @@ def planned(config: Config) -> Event:
 
 
 def spent(config: Config, history: Iterable[Event]) -> Event:
-    """Returns the privacy event (both ε and their parameters) for the rounds that were played so far.
-    `history` are the run's events."""
+    """Returns the privacy event for the rounds that were played so far: the bounds `epsilon_sent` and
+    `epsilon_model` with their parameters. `history` are the run's events."""
     parts: Counter[int] = Counter()
     least: Counter[int] = Counter()
     round = 0

@@ -56,9 +56,9 @@ class Workers(Protocol):
     def send(
         self, start: Tensor, cohort: Cohort, meanwhile: Callable[[], None], extra: Extra | None
     ) -> Cohort:
-        """Sends each user the model of its group in `start`, and the `extra` tensors. Returns the cohort
-        without users that dropped out. With real sites, calls `meanwhile` while the sites train; it trains
-        the server's model."""
+        """Sends each user of the cohort its model in `start`, and the tensors that `extra` returns for the
+        user. If `extra` is None, only models are sent. Returns the cohort without users that dropped out.
+        With real sites, calls `meanwhile`, which trains the server's model, while the sites train."""
 
     def train(self, rows: Tensor, momentum: Tensor, part: slice, tensors: Named) -> Returned:
         """Trains some of the cohort's users and returns what the server receives from them. `part` says which
@@ -79,7 +79,11 @@ class Ranks(Protocol):
         cohort."""
 
     def exchange(self, start: Tensor, streams: Tensor, each: Sequence[Tensor], count: int) -> list[Tensor]:
-        """Exchanges results among the processes; every process gets the same list. Its first entry is the sum
-        of all processes' `streams` (each group's sum of models). The others are the tensors of `each`,
-        extended to the rows of all `count` users in order. `start` is the model that the round started from;
-        raises if it differs between processes."""
+        """Exchanges the results of a round among the processes; every process gets the same list. Its first
+        entry is the sum of `streams` over all processes. The further entries are the tensors of `each`, now
+        with one row for each of all `count` users.
+
+        `streams` has, for each group of users, the sum of the models that this process trained. Each tensor
+        in `each` has one row for each user that this process trained, such as the user's metrics. `start` is
+        the model that the round started from; raises if it differs between processes.
+        """

@@ -34,12 +34,13 @@ class TrainedUpdates:
     """The metrics and updates of n trainers (users, or copies of the server's model) in a round."""
 
     metrics: Named
-    """The metrics of the n trainers by name, [n] each: loss, mask rate and others."""
+    """The metrics by name, such as loss and mask rate. Each is a tensor [n] with one number for each of n
+    users, or for each of n copies of the server's model."""
     norms: Tensor
-    """[n]: the norm of each trainer's update."""
+    """[n]: for each user, or for each copy of the server's model, the norm of the update of its weights."""
     updates: Tensor | None
-    """[n, P + Q]: the update of each of the n trainers (P weights and Q running statistics); None unless
-    gradient diversity is measured."""
+    """[n, P + Q]: for each user, or for each copy of the server's model, its update of P weights and Q
+    running statistics. None unless gradient diversity is measured."""
 
 
 @dataclass
@@ -61,8 +62,9 @@ class Log:
     refused: dict[int, str] = field(default_factory=dict)
     """The users whose models the gate refused. Maps a user's position in the cohort to the reason."""
     cut: dict[int, float] = field(default_factory=dict)
-    """The users whose updates were far too long, so that the gate shortened them. Maps a user's position in
-    the cohort to the update's norm, as a multiple of the usual norm (the median over users)."""
+    """The users whose updates were more than three times as long as usual, and which the gate shortened but
+    did not refuse. Maps a user's position in the cohort to the norm of its update, as a multiple of the usual
+    norm (the median over users)."""
     usual: Tensor | None = None
     """The usual norm of an update in this round (the median over users); None if the gate is off."""
     trust: Tensor | None = None
@@ -91,8 +93,8 @@ class Round:
         self.needs = frozenset(sim.config.method.needs())
         self.log = Log()
         self._keep = keep
-        """Whether the log keeps each trainer's whole update, which is needed to measure gradient
-        diversity."""
+        """Whether the log keeps the whole updates of the users and of the server, which are needed to measure
+        gradient diversity."""
 
     @property
     def server_counts(self) -> Tensor:
@@ -179,8 +181,9 @@ class Round:
         participant receives its model, and the tensors that `send` returns for it, and trains. A model is a
         row of P weights and Q running statistics.
 
-        If `server` [P + Q] is not None, the server trains `replicas` copies of this model at the same time.
-        The result enters the average of each group with `server_weight`; None means the weight of one user.
+        If `server` [P + Q] is not None, the server trains `replicas` copies of this model at the same time. A
+        single copy enters the average of every group; otherwise there is one copy for each group. Its weight
+        in the average is `server_weight`; None means the weight of one user.
         """
         if send is not None and not self.needs & {"sends", "numbers"}:
             raise MethodError(
@@ -263,9 +266,13 @@ class Round:
         server_results: list[tuple[Tensor, Trained]],
         server_weight: float | None,
     ) -> Users:
-        """Returns the result of the round's users with the averaged model of each group. The average is over
-        the users' models that the gate accepted and, if the server trained too, the server's model with
-        `server_weight`."""
+        """Returns the result of the round's users, with the averaged model of each group. Each average is
+        over the models of the group's users that the gate accepted. If the server trained too
+        (`server_results`), its model enters the averages with `server_weight`; None means the weight of one
+        user.
+
+        `start` has the models that were sent, and `returned` is the result of `_trained_users`.
+        """
         cohort = self.cohort
         matrix, momentum = (None, ()) if returned is None else (returned.matrix, returned.momentum)
         counted, groups = list(range(len(cohort.users))), cohort.groups
@@ -301,8 +308,9 @@ class Round:
     def _passed(
         self, sent: Tensor, rows: Tensor, weight: Tensor | None
     ) -> tuple[Tensor, Tensor | None, list[int]]:
-        """Applies the gate, if federation.gate is on, to the models `rows` that n users trained from `sent`.
-        `weight` [n] are the users' weights before the gate; None if all are equal.
+        """Applies the gate, if federation.gate is on, to the models `rows` [n, P + Q] that n users trained
+        from `sent` [n, P + Q]. A model is a row of P weights and Q running statistics. `weight` [n] are the
+        users' weights before the gate; None if all are equal.
 
         Returns the models, in which long updates have been shortened, the users' weights [n], and the
         positions of the users to average. The weights are None if all are equal. Users that were refused or
@@ -354,9 +362,9 @@ class Round:
         return loss if math.isfinite(loss) else math.inf
 
     def _momentum(self, slots: Sequence[int] | None, rows: Tensor) -> Tensor:
-        """Returns the momentum [n, P] with which n trainers start the round. Each trainer continues with the
-        row of the state's momentum that `slots` names. If `slots` is None or no momentum is kept, it is zero.
-        P is the number of weights."""
+        """Returns the momentum [n, P] with which n users, or n copies of the server's model, start the round.
+        P is the number of weights. `slots` has n positions, which say which rows of the state's momentum are
+        used. If `slots` is None or the state keeps no momentum, the result is zero."""
         if slots is not None and len(self.state.momentum):
             return self.state.momentum[placed(list(slots), rows.device)]
         return torch.zeros_like(rows[:, : self.layout.weights])
@@ -369,9 +377,10 @@ class Round:
     def _exchanged(
         self, ranks: Ranks, sums: Tensor, own: TrainedUpdates, momentum: Tensor, count: int
     ) -> tuple[Tensor, TrainedUpdates, Tensor]:
-        """Exchanges results with the other processes of torchrun. The arguments are the results of the users
-        that this process trained. Returns the results of all users: the sum of the models of each group, the
-        metrics, and the momentum."""
+        """Exchanges results with the other processes of torchrun. `sums`, `own` and `momentum` are the
+        results of the users that this process trained. Returns the same three results for all `count` users
+        of the round. They are the sum of the models of each group, the metrics and updates, and the
+        momentum."""
         each = [torch.stack([*own.metrics.values(), own.norms], dim=1).to(sums.dtype)]
         if len(self.state.momentum):
             each.append(momentum)
@@ -390,21 +399,24 @@ class CohortResult:
     """The result of training a cohort, before the averages are computed."""
 
     sums: Tensor
-    """[S, P + Q]: for each of S groups, the weighted sum of its users' models. The server's model, with its
-    weight, is added later. A model is a row of P weights and Q running statistics."""
+    """[S, P + Q]: for each of S groups, the weighted sum of its users' models; zero if the models are in
+    `held`. The server's model, with its weight, is added later. A model is a row of P weights and Q running
+    statistics."""
     matrix: Tensor | None
     """[S, 1 + C]: the weights of the server (first column) and of the C users in the averages of the S
     groups, see `core/averaging.py`. None if users keep models of their own, so that nothing is averaged."""
     momentum: Momentum
     held: list[tuple[Tensor, Returned]]
-    """For each part of the cohort, the models that were sent and the results. The list is empty unless all
-    models must be kept until they are averaged (`holds_models`)."""
+    """The models that were sent and the results. There is one pair for each part of the cohort, of at most
+    run.users_at_once users. The list is empty unless all models must be kept until they are averaged
+    (`holds_models`)."""
 
 
 def _joined(parts: Sequence[Returned]) -> tuple[Tensor, Tensor | None, Named]:
-    """Joins the results of all parts of a cohort. Returns the models [n, P + Q] of its n users, their weights
-    [n] in the average, and their reports. The weights are None if all are equal. A model is a row of P
-    weights and Q running statistics."""
+    """Joins the results of all parts in which a cohort was trained. Returns the models [n, P + Q] of its n
+    users and their weights [n] in the average. Also returns, by name, the numbers that the method reported
+    for each user. The weights are None if all are equal. A model is a row of P weights and Q running
+    statistics."""
     weights = [part.weight for part in parts if part.weight is not None]
     report = {name: torch.cat([part.report[name] for part in parts]) for name in parts[0].report}
     return torch.cat([part.rows for part in parts]), torch.cat(weights) if weights else None, report
@@ -425,9 +437,9 @@ def _regrouped(groups: Sequence[Sequence[int]], counted: list[int]) -> tuple[tup
 
 
 def _together(parts: list[TrainedUpdates], names: Sequence[str], like: Tensor, keep: bool) -> TrainedUpdates:
-    """Returns the metrics and updates of all users of a cohort, joined from its `parts`. The updates
-    themselves are included only with `keep`. If there are no parts, the result has no users; its metrics have
-    these `names`, and its tensors the type and device of `like`."""
+    """Joins the metrics and updates of all `parts` in which a cohort was trained. The whole updates are
+    included only if `keep` is true; otherwise only their norms are. If there are no parts, the result has no
+    users. Its metrics then have these `names`, and its tensors have the type and device of `like`."""
     if not parts:
         nobody = like.new_zeros(0)
         return TrainedUpdates(dict.fromkeys(names, nobody), nobody, like[:0] if keep else None)

@@ -165,9 +165,9 @@ class Simulation:
                 self.pool.use(round)
 
     def played(self, state: State, fed: Round) -> State:
-        """Runs the method's round through `fed`, and returns the state after it. Then applies the settings
-        that exist for all methods: the server's running statistics, the slow average, and what the gate
-        remembers."""
+        """Runs the method's round through `fed`. Then applies the settings that exist for all methods: the
+        server's running statistics, the slow average, and what the gate remembers. Returns the state after
+        these changes."""
         new, log, federation = self.method.round(state, fed), fed.log, self.config.federation
         if self.config.model.norm_statistics == "server" and log.server_row is not None:
             streams, average, count = new.streams.clone(), new.average.clone(), self.layout.weights
@@ -200,8 +200,9 @@ class Simulation:
             self._ahead[round] = self.plan.prepare(round)
 
     def evaluate(self, state: State) -> Event:
-        """Returns the evaluation event of the averaged model, with its accuracy and loss. Test images are
-        used if run.test asks for them in this round, and validation images if there are any."""
+        """Returns the evaluation event of the model that `final_row` returns, with its accuracy and loss.
+        Test images are used if run.test asks for them in this round, and validation images if there are
+        any."""
         row = self.final_row(state)
         event: Event = {"event": "eval", "round": state.round, "memory": peak(self.device)}
         when = self.config.run.test
