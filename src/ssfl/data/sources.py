@@ -101,7 +101,7 @@ def image_files(paths: Iterable[str | Path]) -> list[Path]:
     for path in map(Path, paths):
         inside = pictures.list_images(path) if path.is_dir() else [path]
         if not inside:
-            raise DataError(f"{path}: holds no images; name image files, or a folder with images")
+            raise DataError(f"{path}: holds no images; give image files, or a folder with images")
         files += inside
     return files
 

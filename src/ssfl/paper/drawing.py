@@ -179,8 +179,8 @@ def diversity(results: Sequence[PaperResult], measure: str, variant: str = GIVEN
 def _over(
     results: Sequence[PaperResult], kind: str, value: Callable[[dict[str, Any]], float | None]
 ) -> Points:
-    """Returns the numbers of all seeds for each epoch. `kind` is "curve" or "diversity", and `value` computes
-    the number from each recorded point of that kind."""
+    """Returns, for each epoch, one value per seed. `value` computes it from a recorded point of this `kind`,
+    which is "curve" or "diversity"."""
     points: Points = {}
     for one in results:
         federation, train = one.whole["config"]["federation"], one.whole["config"]["train"]

@@ -220,7 +220,7 @@ def network_of(
         return networks.build(name, classes, (channels, height, width), card["norm"])
     if make is None and name == outside.IN_MEMORY:
         raise RunError(
-            f"the network of {path} was passed as a Python object; pass it again: "
+            f"the network of {path} was passed as a Python object; pass the function that makes it again: "
             f"ssfl.load_model({str(path)!r}, model=make)",
             key="model",
             fix=f"ssfl.load_model({str(path)!r}, model=make)",
@@ -265,7 +265,7 @@ def classifier_of(network: nn.Module, tensors: dict[str, Tensor], card: dict[str
         # `tensors` may have only the trained weights
         tensors = external.plain(network).state_dict() | tensors
     if set(tensors) != names:
-        raise KeyError(f"other tensors: {sorted(set(tensors) ^ names)}")
+        raise KeyError(f"tensors that only the file or only the network has: {sorted(set(tensors) ^ names)}")
     network.load_state_dict(tensors, strict=False)
     model = Classifier(external.plain(network), card).eval()
     model.saved = names

@@ -24,9 +24,9 @@ HELD = 4096
 
 @triton.jit(do_not_specialize=["rows", "chunk"])
 def _moments(x, out, rows, chunk, C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
-    """Writes the sums from which mean and variance are computed, for one part of a model's pixels. For each
-    channel, these are the sums of d and of d², where d is the pixel's value minus that of the model's first
-    pixel. Subtracting it keeps the variance accurate if the mean is large."""
+    """Writes the sums from which the mean and variance of each channel are computed, for one part of the
+    pixels in a model's batch. These are the sums of d and of d², where d is a pixel's value minus the value
+    of the batch's first pixel. Subtracting it keeps the variance accurate if the mean is large."""
     model, part = tl.program_id(2).to(tl.int64), tl.program_id(1)
     c = tl.program_id(0) * BC + tl.arange(0, BC)
     x += model * rows * C
