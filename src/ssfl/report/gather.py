@@ -114,8 +114,8 @@ class Run:
 
     @cached_property
     def score(self) -> "Score | None":
-        """The accuracy of the final model, on the images of `judged_by`. For an unfinished run it is the
-        accuracy of the latest evaluation; None if there is none."""
+        """The accuracy of the final model on the kind of images that `judged_by` names, such as "test". For
+        an unfinished run it is that of the latest evaluation. None: the run has no evaluation yet."""
         kind = self.judged_by
         prefix = "validation_" if kind == "validation" else ""
         scores: dict[str, Any] = self.summary

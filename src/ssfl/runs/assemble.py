@@ -226,8 +226,8 @@ def _with_features(
     module, count = external.plain(whole), config.model.cached_views or 0
     if not is_divided(module):
         raise ConfigError(
-            f"model.cached_views = {count} needs a network with a frozen trunk and a trained tail, and "
-            f"{config.model.name} has none: set model.cached_views=0",
+            f"model.cached_views = {count} needs a network whose first layers are frozen, and in "
+            f"{config.model.name} they are not: set model.cached_views=0",
             key="model.cached_views",
             value=count,
             fix="model.cached_views=0",

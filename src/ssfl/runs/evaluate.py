@@ -169,7 +169,9 @@ def labelled_files(folder: Path, classes: Sequence[str]) -> list[tuple[Path, int
     sub-folder is the class of its images. A sub-folder for unlabelled images is skipped. Raises if any other
     sub-folder is empty or is not one of the `classes`."""
     if not folder.is_dir():
-        raise DataError(f"{folder}: there is no such folder; name a folder that has a sub-folder for each class")
+        raise DataError(
+            f"{folder}: there is no such folder; name a folder that has a sub-folder for each class"
+        )
     places = {place.name: place for place in pictures.list_folders(folder) if place.name not in UNLABELLED}
     known = ", ".join(classes[:20]) + (", ..." if len(classes) > 20 else "")
     if not places:
