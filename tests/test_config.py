@@ -197,7 +197,7 @@ def test_a_setting_of_another_method_is_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         load_config("quickstart", ["method.name=supervised", "method.threshold=0.5"])
     assert (caught.value.key, caught.value.value, caught.value.fix) == ("method.threshold", 0.5, None)
-    assert "[method] has server_weight, server_replicas" in str(caught.value)
+    assert "[method] has name, server_weight, server_replicas" in str(caught.value)
 
 
 @dataclass(frozen=True)

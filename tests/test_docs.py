@@ -162,7 +162,7 @@ def test_commands_run_in_the_order_of_the_page(page: Path, ssfl: Call, folders: 
         if command.not_run:
             continue
         if command.python:
-            exec(compile(command.text, str(command), "exec"), {"__name__": "docs"})
+            exec(compile(command.text, str(command), "exec"), {"__name__": "__main__"})
             continue
         words = command.words
         if words[:2] == ["ssfl", "board"]:

@@ -92,7 +92,11 @@ def _wanted(parent: int) -> dict[str, float]:
 
 def _tasks(processes: Iterable[int]) -> Iterator[tuple[str, float]]:
     for process in processes:
-        for file in Path(f"/proc/{process}/task").glob("*/schedstat"):
+        try:
+            files = list(Path(f"/proc/{process}/task").glob("*/schedstat"))
+        except OSError:  # it has ended
+            continue
+        for file in files:
             try:
                 ran, waited, _ = map(int, file.read_text().split())
             except OSError:

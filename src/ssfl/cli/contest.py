@@ -61,7 +61,7 @@ def contest(
     ] = None,
     quiet: Quiet = False,
 ) -> None:
-    """Compare methods on the same data, split and network, with the same amount of training at the users.
+    """Compare methods with the same data, network and amount of training at the users.
 
     Example: ssfl contest emnist-47 --methods grouping,semifl
     """

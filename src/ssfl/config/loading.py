@@ -366,6 +366,8 @@ def _unknown(key: str, value: Any, fields: Iterable[str]) -> ConfigError:
     """Returns the error for a setting that does not exist. Its message suggests the setting's new name if it
     was renamed, or else a setting with a similar name."""
     section, _, field = key.partition(".")
+    if section == "method":  # every method also has its name
+        fields = dict.fromkeys(("name", *fields))
     if key in RENAMED:
         new_key, message = RENAMED[key], f"{key} was renamed: use {RENAMED[key]}"
     elif key in GONE:
@@ -374,7 +376,7 @@ def _unknown(key: str, value: Any, fields: Iterable[str]) -> ConfigError:
         close = closest(field, fields)
         homes = [section] if close else [home for home in _homes(field) if _allows(home, field, value)]
         new_key = f"{homes[0]}.{close or field}" if homes else ""
-        hint = meant(new_key) or f": [{section}] has {', '.join(fields) or 'only name'}"
+        hint = meant(new_key) or f": [{section}] has {', '.join(fields)}"
         message = f"there is no setting {key}{hint}"
     return ConfigError(message, key=key, value=value, fix=f"{new_key}={_word(value)}" if new_key else None)
 

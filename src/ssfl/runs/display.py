@@ -16,6 +16,7 @@ from ssfl.simulate import privacy
 
 T = TypeVar("T")
 LINE_EVERY = 5.0  # seconds between plain lines; evaluations are always shown
+WIDE = 135  # columns; narrower terminals show no bar and shorter metrics, so that all fits on one line
 
 
 def watched(play: Callable[["Reporter | None"], T], quiet: bool) -> T:
@@ -61,9 +62,12 @@ class Reporter:
         self.metrics, self.accuracy, self.what = "starting", "", ""
         self.whole: float | None = None  # when everything will be done
         self.inner: float | None = None  # when the run inside this one will be done
+        self.narrow = self.console.is_terminal and self.console.width < WIDE
+        bar = () if self.narrow else (BarColumn(bar_width=None),)
         self.bar = Progress(
-            TextColumn("round"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[metrics]}"),
+            TextColumn("round"), MofNCompleteColumn(), *bar, TextColumn("{task.fields[metrics]}"),
             _Left(self.left), console=self.console, disable=not self.console.is_terminal,
+            expand=not self.narrow,
         )  # fmt: skip
         self.task = self.bar.add_task("", total=None, metrics=self.metrics)
 
@@ -82,7 +86,7 @@ class Reporter:
     def left(self) -> str:
         """Returns the remaining time as text, such as "3 min left"; "" if it is not known yet."""
         known = [end for end in (self.whole, self.inner) if end is not None]
-        return f"{duration(max(1.0, *(end - time.monotonic() for end in known)))} left" if known else ""
+        return f"{duration(max(1, *(round(end - time.monotonic()) for end in known)))} left" if known else ""
 
     def _count_down(self, left: float | None) -> None:
         """Sets the remaining time to `left` seconds; None means that it is not known. While a run for the
@@ -118,12 +122,14 @@ class Reporter:
         elif event["event"] == "round":
             mask = f"mask rate {event['mask_rate']:.2f}  " if "mask_rate" in event else ""
             alone = "without users  " if event.get("alone") else ""
-            self.metrics = f"{alone}{mask}{event['seconds']:.2f} s/round"
+            each = "" if self.narrow else f"{event['seconds']:.2f} s/round"
+            self.metrics = f"{alone}{mask}{each}"
             self._count_down(event.get("left"))
         elif event["event"] == "eval":
-            self.accuracy = f"{accuracy(event)}  ".lstrip()
+            score = accuracy(event)
+            self.accuracy = f"{score.partition(' (')[0] if self.narrow else score}  ".lstrip()
         what = f"{self.what}: " if self.what else ""
-        metrics = what + self.accuracy + self.metrics
+        metrics = (what + self.accuracy + self.metrics).rstrip()
         self.bar.update(self.task, completed=event["round"], metrics=metrics)
         late = event["event"] == "round" and time.monotonic() - self.shown > LINE_EVERY
         if not self.console.is_terminal and (event["event"] == "eval" or late):

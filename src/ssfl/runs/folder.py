@@ -152,7 +152,8 @@ def require_free(path: Path) -> None:
         command = continuing(path)
         hint = f", or continue the run with `{command}`" if command else ""
         raise RunError(
-            f"{path} already exists and is not overwritten: choose another --out{hint}",
+            f"{path} already exists and is not overwritten: choose another folder with --out (in Python, "
+            f"out=){hint}",
             key="--out",
             value=str(path),
             fix=command,
