@@ -143,6 +143,21 @@ def test_several_runs_are_laid_over_each_other(folder: Path) -> None:
     assert len(names) == len(set(names))
 
 
+def test_methods_that_trained_differently_are_not_compared_without_a_warning(
+    folder: Path, tmp_path: Path
+) -> None:
+    sets = ["method.name=server-only", "federation.rounds=2", "federation.period=3", "run.device=cpu"]
+    ssfl.run(ssfl.load_config("quickstart", sets), tmp_path / "short")
+    fair = words(page.contents([folder / "grouping-1", folder / "alone"]))
+    assert "federation.rounds" not in fair
+    unfair = words(page.contents([folder / "grouping-1", tmp_path / "short"]))
+    assert "federation.rounds (" in unfair
+    lengths = words(
+        page.contents([folder / "alone", tmp_path / "short"])
+    )  # of one method: that is the question
+    assert "federation.rounds (" not in lengths
+
+
 def test_a_folder_given_twice_counts_once_and_equal_names_are_told_apart(
     folder: Path, tmp_path: Path
 ) -> None:

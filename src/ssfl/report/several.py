@@ -14,6 +14,8 @@ from ssfl.runs.text import interval
 _BESIDE = ("split.seed", "data.root", "data.download")
 """Settings that may differ between runs of the same experiment. All settings of the section [run] may differ
 too."""
+_TRAINING = ("federation.rounds", "federation.epochs", "federation.period", "train.batch_size")
+"""Settings that determine how long a run trains. Runs that compare methods should not differ in them."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +70,9 @@ class Family:
 
 
 def conclusion(families: Sequence[Family], seen: Sequence[Seen | str]) -> list[str]:
-    """Returns a list with one sentence that says whether the best two experiments differ clearly. Each
-    experiment is represented by its first run, and the two runs are compared on the same test images.
+    """Returns a list with a sentence that says whether the best two experiments differ clearly. A second
+    sentence warns if the comparison of their methods is not fair. Each experiment is represented by its first
+    run, and the two runs are compared on the same test images.
 
     Only finished runs on the same data are compared. If fewer than two experiments have such a run, the list
     is empty. `seen` has the predictions for each experiment, or a sentence that says why there are none.
@@ -91,12 +94,29 @@ def conclusion(families: Sequence[Family], seen: Sequence[Seen | str]) -> list[s
     numbers = (
         f"{first.runs[0].name} has {pair.correct:,} correct, {second.runs[0].name} {pair.other_correct:,}"
     )
+    unequal = _unequal(first.runs[0], second.runs[0])
     if low > 0:
-        return [f"Of {pair.count:,} test images, {numbers}: {first.runs[0].name} is better ({between})."]
+        better = f"Of {pair.count:,} test images, {numbers}: {first.runs[0].name} is better ({between})."
+        return [better, *unequal]
     too_few = f"{pair.count:,} test images are too few to tell the best two apart"
     verdict = too_few if pair.count < statistics.FEW else "The best two do not clearly differ"
     of = "" if pair.count < statistics.FEW else f"of {pair.count:,} test images, "
-    return [f"{verdict}: {of}{numbers} ({between})."]
+    return [f"{verdict}: {of}{numbers} ({between}).", *unequal]
+
+
+def _unequal(one: Run, other: Run) -> list[str]:
+    """Returns a list with one sentence that warns if runs of two methods also differ in their split or in the
+    length of training, so that they do not compare the methods alone. Otherwise the list is empty."""
+    if one.config.method.name == other.config.method.name:
+        return []
+    found = [
+        f"{key} ({mine} and {theirs})"
+        for key, (mine, theirs) in differences([one, other])
+        if key.startswith("split.") or key in _TRAINING
+    ]
+    if not found:
+        return []
+    return [f"These two runs do not compare the methods alone: they also differ in {', '.join(found)}."]
 
 
 def families(runs: Sequence[Run]) -> list[Family]:
