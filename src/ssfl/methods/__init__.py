@@ -54,6 +54,8 @@ def check_name(name: str) -> None:
         return
     close = closest(name, METHODS)
     hint = f"Did you mean {close}?" if close else f"Choose one of {', '.join(METHODS)}."
+    if name.lower() == "fedavg":
+        close, hint = "crl-gn", "FedAvg with pseudo-labels is crl-gn, and with true labels supervised."
     raise ConfigError(
         f"method.name = {name!r}: there is no such method. {hint}",
         key="method.name",
