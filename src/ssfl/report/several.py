@@ -109,14 +109,14 @@ def _unequal(one: Run, other: Run) -> list[str]:
     length of training, so that they do not compare the methods alone. Otherwise the list is empty."""
     if one.config.method.name == other.config.method.name:
         return []
-    found = [
+    unequal = [
         f"{key} ({mine} and {theirs})"
         for key, (mine, theirs) in differences([one, other])
         if key.startswith("split.") or key in _TRAINING
     ]
-    if not found:
+    if not unequal:
         return []
-    return [f"These two runs do not compare the methods alone: they also differ in {', '.join(found)}."]
+    return [f"These two runs do not compare the methods alone: they also differ in {', '.join(unequal)}."]
 
 
 def families(runs: Sequence[Run]) -> list[Family]:
