@@ -37,7 +37,7 @@ def main() -> int:
         for turn in range(options.repeats):
             for name in names if turn % 2 == 0 else reversed(names):
                 python = pythons.get(contest.peer(name) or "", sys.executable)
-                reason = contest.missing(name, python, options.device)
+                reason = contest.missing(name, python)
                 if reason is not None:
                     runs[name].append({"not_run": reason})
                     continue
@@ -64,7 +64,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("job", choices=list(jobs.JOBS))
     parser.add_argument(
-        "--on", default="loop,vmap,pfl,pfl-2,flower", help="the contestants to run (pfl-N: N processes)"
+        "--on", default="loop,vmap,pfl,pfl-2,flower", help="the contestants (pfl-N: N processes)"
     )
     parser.add_argument("--rounds", type=int, help="the number of timed rounds, after a warm-up")
     parser.add_argument("--repeats", type=int, default=1, help="the number of runs of each contestant")

@@ -16,7 +16,7 @@ from benchmarks import jobs
 
 def home(contestant: str) -> str:
     """Returns the name of the module that runs a contestant, such as "ours" or "pfl_peer"."""
-    if contestant in ("loop", "vmap"):
+    if contestant.partition("-")[0] in ("loop", "vmap"):
         return "ours"
     return {"pfl": "pfl_peer", "flower": "flower_peer"}[contestant.partition("-")[0]]
 
@@ -25,7 +25,7 @@ def main() -> None:
     """Runs the contestant that SPEC.json describes, and writes its measurements as JSON."""
     spec = jobs.Spec(**json.loads(Path(sys.argv[1]).read_text("utf-8")))
     os.environ["FLWR_TELEMETRY_ENABLED"] = os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    if spec.contestant == "pfl" or spec.device == "cpu":
+    if home(spec.contestant) == "pfl_peer":
         os.environ["PFL_PYTORCH_DEVICE"] = spec.device
     measured: jobs.Measured = importlib.import_module(f"benchmarks.{home(spec.contestant)}").run(spec)
     if int(os.environ.get("RANK", "0")):

@@ -11,7 +11,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks import report
 from benchmarks.child import home
 from benchmarks.jobs import Spec
 from benchmarks.machine import Watch, busy
@@ -30,14 +29,11 @@ def peer(name: str) -> str | None:
     return None if home(name) == "ours" else name.partition("-")[0]
 
 
-def missing(name: str, python: str, device: str) -> str | None:
+def missing(name: str, python: str) -> str | None:
     """Returns the reason why a contestant cannot run on this machine, or None if it can."""
     package = PACKAGES.get(peer(name) or "")
     if package is None:
         return None
-    processes, there = int(name.partition("-")[2] or 1), len(report.gpus())
-    if device != "cpu" and processes > max(there, 1):
-        return f"{package} takes a GPU for each of its {processes} processes, and {there} is here"
     look = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({package!r}) is None)"
     if subprocess.run([python, "-c", look], cwd=ROOT, env=_environment()).returncode == 0:
         return None
@@ -50,7 +46,7 @@ def run(spec: Spec, python: str, folder: Path, patience: float) -> dict[str, Any
     result, asked = Path(spec.out), folder / "spec.json"
     result.unlink(missing_ok=True)
     asked.write_text(json.dumps(asdict(spec)), "utf-8")
-    processes = spec.contestant.partition("-")[2]
+    processes = spec.contestant.partition("-")[2] if peer(spec.contestant) else ""
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     command = [python, *(launch if processes else []), "-m", "benchmarks.child", str(asked)]
     with (folder / f"{spec.contestant}.log").open("w+", encoding="utf-8") as log:

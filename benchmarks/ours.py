@@ -1,5 +1,5 @@
 """The contestants of ssfl itself, with the engine `loop` or `vmap`. Rounds are run by `Simulation.play`, as
-in `ssfl run`."""
+in `ssfl run`. A name such as `vmap-float32` also sets the precision."""
 
 import time
 
@@ -16,8 +16,9 @@ from ssfl.runs.surroundings import reproducible
 def run(spec: jobs.Spec) -> jobs.Measured:
     """Runs the job's rounds with ssfl and returns the measurements. Threads and other settings are the
     library's defaults."""
-    overrides = [f"run.engine={spec.contestant}"]
-    if spec.device != "cpu" and spec.contestant == "vmap":
+    engine, _, precision = spec.contestant.partition("-")
+    overrides = [f"run.engine={engine}", *([f"train.precision={precision}"] if precision else [])]
+    if spec.device != "cpu" and engine == "vmap":
         overrides.append("run.compile=true")  # a run of usual length would choose this too
     with reproducible():
         simulation = assemble.make(jobs.config(spec, overrides))

@@ -1,6 +1,7 @@
 """The contestant pfl: its SimulatedBackend, FederatedAveraging, PyTorchModel and its own local training loop.
 
-With several processes it is started by torchrun, which pfl detects.
+With several processes it is started by torchrun, which pfl detects. pfl 0.6 gives every process its own GPU.
+If there are fewer GPUs, `share_gpu` lets the processes share one.
 """
 
 import os
@@ -9,6 +10,20 @@ from typing import Any
 
 import numpy as np
 import torch
+
+
+def share_gpu() -> None:
+    """Lets several processes of pfl use the first GPU together. pfl would choose one GPU for each, and NCCL,
+    which cannot send between processes on one GPU. Gloo can."""
+    begin, choose = torch.distributed.init_process_group, torch.cuda.set_device
+    torch.distributed.init_process_group = lambda *_, **__: begin("gloo")
+    torch.cuda.set_device = lambda device: choose(0)
+
+
+if 0 < torch.cuda.device_count() < int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
+    share_gpu()  # before pfl is imported, which begins to communicate
+
+# ruff: noqa: E402
 from pfl.aggregate.simulate import SimulatedBackend
 from pfl.algorithm.base import NNAlgorithmParams
 from pfl.algorithm.federated_averaging import FederatedAveraging

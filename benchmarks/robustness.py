@@ -148,6 +148,13 @@ def outcomes(cases: list[Case], processes: int) -> Iterator[Outcome]:
         yield ended.get()
 
 
+def without_attack(case: Case) -> Case:
+    """Returns the case to run instead: without an attack, federations with equally many sites are equal."""
+    if ATTACKS[case.attack]:
+        return case
+    return case._replace(sites=next(name for name in SITES if SITES[name][0] == SITES[case.sites][0]))
+
+
 def _place(case: Case) -> tuple[int, int, int, float]:
     """Returns the position of a run in the table, for sorting."""
     sites, attack = list(SITES).index(case.sites), list(ATTACKS).index(case.attack)
@@ -162,10 +169,8 @@ def rows_of(accuracies: dict[Case, float], seeds: list[int]) -> list[dict[str, A
         if any(case._replace(seed=seed) not in accuracies for seed in seeds):
             continue
         each = [accuracies[case._replace(seed=seed)] for seed in seeds]
-        clean = [
-            accuracies.get(case._replace(attack=CLEAN[0], defence=CLEAN[1], seed=seed, reach=gate.REACH))
-            for seed in seeds
-        ]
+        clean_case = without_attack(case._replace(attack=CLEAN[0], defence=CLEAN[1], reach=gate.REACH))
+        clean = [accuracies.get(clean_case._replace(seed=seed)) for seed in seeds]
         apart = [one - other for one, other in zip(each, clean, strict=True) if other is not None]
         rows.append({
             "sites": case.sites, "attack": case.attack, "defence": case.defence, "reach": case.reach,
@@ -207,6 +212,7 @@ def main() -> None:
         for reach in (options.reach if "gate" in defence else [gate.REACH])
         for seed in options.seeds
     ]
+    cases = list(dict.fromkeys(without_attack(case) for case in cases))
     if options.data is not None:  # do not publish a path of this machine
         both = (*(one for one in both if not one.startswith("data.path=")), f"data: {options.data.stem}")
     protocol = {"seeds": options.seeds, "settings": list(both), "on": _on(options.validation)}

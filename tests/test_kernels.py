@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ssfl.models import layers
-from ssfl.models.kernels import convolution, normalisation
+from ssfl.models import layers, networks
+from ssfl.models.kernels import convolution, normalisation, stem
 
 if torch.cuda.is_available():
     from ssfl.models.kernels import triton_tma
@@ -71,6 +71,53 @@ def test_convolution(models: int, images: int, inputs: int, outputs: int, size: 
     ours = torch.autograd.grad(found, [each for each in given if each.requires_grad], towards)
     theirs = torch.autograd.grad(expected, [e for e in exact if e.requires_grad], towards.float())
     assert all(close(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("dropped", [True, False])
+@pytest.mark.parametrize(
+    ("models", "images", "channels", "size"), [(3, 64, 1, 28), (2, 5, 3, 32), (2, 7, 1, 12), (1, 2, 3, 70)]
+)
+def test_two_convolutions_with_pooling(
+    models: int, images: int, channels: int, size: int, dropped: bool
+) -> None:
+    if not triton_tma.hopper(torch.device("cuda:0")):
+        pytest.skip("needs a Hopper GPU")
+    x = random(models * images, channels, size, size)
+    weight = random(models, 32, channels, 3, 3, seed=2) / (9 * channels) ** 0.5
+    weight2 = random(models, 64, 32, 3, 3, seed=3) / 288**0.5
+    given = [weight, random(models, 32, seed=4), weight2, random(models, 64, seed=5)]
+    given = [each.requires_grad_() for each in given]
+    factors = (random(models * images, 64, seed=6) > 0).bfloat16() / 0.75 if dropped else None
+    assert stem.fits(x, weight, weight2)
+    found = stem.stem(x, *given, factors)[0]
+    exact = [each.detach().float().requires_grad_() for each in given]
+    hidden = F.relu(plain(x.float(), exact[0], exact[1], 1, 0))
+    # rounded as in the kernel: otherwise, of two nearly equal pixels, another one would be the largest
+    hidden = hidden + (hidden.bfloat16().float() - hidden).detach()
+    expected = F.max_pool2d(plain(hidden, exact[2], exact[3], 1, 0), 2)
+    expected = F.relu(expected if factors is None else expected * factors[:, :, None, None].float())
+    assert close(found, expected)
+    towards = random(*expected.shape, seed=7)
+    ours = torch.autograd.grad(found, given, towards)
+    theirs = torch.autograd.grad(expected, exact, towards.float())
+    assert all(
+        float((a.float() - b).norm() / b.norm()) < 2 * ROUNDED for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_cnn_with_kernels_is_the_plain_cnn(training: bool) -> None:
+    network = networks.build("cnn", 47, (1, 28, 28), "none", 1).cuda().bfloat16().train(training)
+    state = {name: torch.stack([value, value * 1.1]) for name, value in network.state_dict().items()}
+    x, keys = random(2 * 9, 1, 28, 28), torch.tensor([3, 4], device="cuda")
+    found = []
+    for kernels in (True, False):
+        convolution.use(kernels)
+        try:
+            found.append(torch.func.functional_call(network, state, (x, keys)).float())
+        finally:
+            convolution.use(True)
+    assert float((found[0] - found[1]).norm() / found[1].norm()) < 5 * ROUNDED
 
 
 @pytest.mark.parametrize("slope", [0.0, 0.1, 1.0])

@@ -126,9 +126,13 @@ def dropout(x: Tensor, rate: float, keys: Tensor) -> Tensor:
     """Returns images in which whole channels are set to zero at random, each with the probability `rate`. The
     other channels are divided by 1 - `rate`. `keys` has one key for each model, which determines the model's
     random mask."""
-    count = x.shape[0] * x.shape[1] // keys.numel()
-    mask = draws.uniform(draws.bits(keys, count)) >= rate
-    return x * (mask.reshape(x.shape[0], x.shape[1], 1, 1).to(x.dtype) / (1 - rate))
+    return x * kept(len(x), x.shape[1], rate, keys, x.dtype)[:, :, None, None]
+
+
+def kept(images: int, channels: int, rate: float, keys: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns the factors of `dropout`, [images, channels]: 0 or 1 / (1 - `rate`)."""
+    mask = draws.uniform(draws.bits(keys, images * channels // keys.numel())) >= rate
+    return mask.reshape(images, channels).to(dtype) / (1 - rate)
 
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, stride: int, padding: int) -> Tensor:

@@ -10,7 +10,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ssfl.errors import ConfigError
-from ssfl.models.layers import Conv2d, Linear, activate, dropout, normalisation
+from ssfl.models.kernels import stem
+from ssfl.models.layers import Conv2d, Linear, activate, dropout, kept, normalisation
+
+DROPOUT = 0.25
+"""The probability with which the network `cnn` sets a channel of an image to zero in training."""
 
 
 class Small(nn.Module):
@@ -47,14 +51,22 @@ class Cnn(nn.Module):
         self.fc2 = Linear(128, classes)
 
     def forward(self, x: Tensor, key: Tensor | None = None) -> Tensor:
-        x = activate(self.norm1, self.conv1(x))
-        x = F.max_pool2d(self.norm2(self.conv2(x)), 2)
-        if self.training:
-            if key is None:
-                raise ValueError("cnn has dropout: in training mode, call it as model(images, key)")
-            x = dropout(x, 0.25, key)
-        x = F.relu(x).flatten(1)
+        if self.training and key is None:
+            raise ValueError("cnn has dropout: in training mode, call it as model(images, key)")
+        x = self._features(x, key if self.training else None).flatten(1)
         return self.fc2(F.relu(self.fc1(x)))  # type: ignore[no-any-return]
+
+    def _features(self, x: Tensor, key: Tensor | None) -> Tensor:
+        """Returns the result of the two convolutions, pooling and dropout; without a key there is no
+        dropout. ssfl's GPU kernels compute it in few passes over the images."""
+        first, second = self.conv1, self.conv2
+        if isinstance(self.norm1, nn.Identity) and stem.fits(x, first.weight, second.weight):
+            factors = None if key is None else kept(len(x), second.out_channels, DROPOUT, key, x.dtype)
+            out, _, _ = stem.stem(x, first.weight, first.bias, second.weight, second.bias, factors)
+            return out  # type: ignore[no-any-return]
+        x = activate(self.norm1, first(x))
+        x = F.max_pool2d(self.norm2(second(x)), 2)
+        return F.relu(x if key is None else dropout(x, DROPOUT, key))
 
 
 class BasicBlock(nn.Module):

@@ -25,9 +25,9 @@ parts to reach this number."""
 
 @triton.jit
 def _correlate(
-    x, w, bias, y, images, H, W, OH, OW, x_model, w_model, y_model,
+    x, w, bias, output, y, images, H, W, OH, OW, x_model, w_model, y_model,
     stride: tl.constexpr, up: tl.constexpr, pad: tl.constexpr, k: tl.constexpr,
-    C: tl.constexpr, OUT: tl.constexpr, FLIP: tl.constexpr, BIAS: tl.constexpr,
+    C: tl.constexpr, OUT: tl.constexpr, FLIP: tl.constexpr, BIAS: tl.constexpr, RELU: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """Writes a convolution, or its gradient with respect to the images. Output y[m, o] is the sum, over taps
@@ -41,12 +41,16 @@ def _correlate(
     If `up` is above 1, most taps fall between the pixels of x. In each row and column of the filter, only
     every `up`-th tap meets a pixel. These are the same taps for all output pixels of the same phase (position
     modulo `up`). So the pixels of one phase are computed together.
+
+    With RELU, the images of the forward pass are the output of a ReLU, and y is the gradient of its input:
+    zero where `output` is zero.
     """
     model = (tl.program_id(2) // (up * up)).to(tl.int64)
     phase = tl.program_id(2) % (up * up)
     x += model * x_model
     w += model * w_model
     y += model * y_model
+    output += model * y_model
     rows, columns = (OH + up - 1) // up, (OW + up - 1) // up
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     column = (m % columns) * up + phase % up
@@ -79,28 +83,34 @@ def _correlate(
         total = tl.dot(a, b, total)
     if BIAS:
         total += tl.load(bias + model * OUT + o).to(tl.float32)[None, :]
-    place = (image * OH + row) * OW + column
-    tl.store(y + place[:, None] * OUT + o[None, :], total.to(y.dtype.element_ty), mask=inside[:, None])
+    place = ((image * OH + row) * OW + column)[:, None] * OUT + o[None, :]
+    if RELU:
+        above = tl.load(output + place, mask=inside[:, None], other=0.0).to(tl.float32) > 0
+        total = tl.where(above, total, 0.0)
+    tl.store(y + place, total.to(y.dtype.element_ty), mask=inside[:, None])
 
 
 @triton.jit
 def _filters(
     g, x, out, count, chunk, H, W, OH: tl.constexpr, OW: tl.constexpr, g_model, x_model, out_model, out_part,
     stride: tl.constexpr, pad: tl.constexpr, k: tl.constexpr, C: tl.constexpr, OUT: tl.constexpr,
-    FEW: tl.constexpr, BO: tl.constexpr, BJ: tl.constexpr, BM: tl.constexpr,
+    FEW: tl.constexpr, BIAS: tl.constexpr, BO: tl.constexpr, BJ: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     """Writes the gradient with respect to the filters, summed over a chunk of the pixels m. Output out[o,
     (tap, c)] is the sum of g[m, o] · x[pixel m moved by the tap, c]. Here g is the gradient of the
     convolution's output, and a tap is a position in the filter.
 
-    FEW is for images with few channels: then x is [B, C, H, W] and out is [o, (c, tap)].
+    FEW is for images with few channels: then x is [B, C, H, W] and out is [o, (c, tap)]. With BIAS, out has
+    one more column, the gradient with respect to the bias. It is computed as if for an input that is 1
+    everywhere.
     """
+    LENGTH: tl.constexpr = k * k * C + (1 if BIAS else 0)
     model = tl.program_id(2).to(tl.int64)
     part = tl.program_id(1)
     g += model * g_model
     x += model * x_model
     out += model * out_model + part * out_part
-    tiles: tl.constexpr = (k * k * C + BJ - 1) // BJ
+    tiles: tl.constexpr = (LENGTH + BJ - 1) // BJ
     o = (tl.program_id(0) // tiles) * BO + tl.arange(0, BO)
     j = (tl.program_id(0) % tiles) * BJ + tl.arange(0, BJ)
     if FEW:
@@ -127,18 +137,21 @@ def _filters(
         else:
             place = ((image * H)[:, None] * W + h * W + v) * C + c[None, :]
         b = tl.load(x + place, mask=ok, other=0.0)
+        if BIAS:
+            b = tl.where((j == k * k * C)[None, :], 1.0, b.to(tl.float32)).to(x.dtype.element_ty)
         total = tl.dot(tl.trans(a), b, total)
-    tl.store(out + o[:, None] * (k * k * C) + j[None, :], total.to(out.dtype.element_ty), mask=real[None, :])
+    place = out + o[:, None] * LENGTH + j[None, :]
+    tl.store(place, total.to(out.dtype.element_ty), mask=(j < LENGTH)[None, :])
 
 
 @triton.jit
 def _first(
     x, w, bias, y, count, H, W, OH, OW, x_model, w_model, y_model,
     stride: tl.constexpr, pad: tl.constexpr, k: tl.constexpr, C: tl.constexpr, OUT: tl.constexpr,
-    BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BIAS: tl.constexpr, RELU: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Writes the convolution of a network's first layer. Since x [B, C, H, W] has few channels, it does not
-    use matrix products. The filters w are [O, C, k, k]."""
+    """Writes the convolution of a network's first layer, and with RELU its activation. Since x [B, C, H, W]
+    has few channels, it does not use matrix products. The filters w are [O, C, k, k]."""
     model = tl.program_id(2).to(tl.int64)
     x += model * x_model
     w += model * w_model
@@ -159,6 +172,8 @@ def _first(
         a = tl.load(x + ((image * C + j // (k * k)) * H + h) * W + v, mask=ok, other=0.0).to(tl.float32)
         b = tl.load(w + o * (C * k * k) + j).to(tl.float32)
         total += a[:, None] * b[None, :]
+    if RELU:
+        total = tl.where(total < 0, 0.0, total)
     tl.store(y + m[:, None] * OUT + o[None, :], total.to(y.dtype.element_ty), mask=inside[:, None])
 
 
@@ -194,9 +209,9 @@ def _filter_tiles(outputs: int, channels: int) -> tuple[int, int, int, int, int]
     return tall, 128 if tall < 128 and channels >= 64 else 64, 64, 4, 3
 
 
-def first(x: Tensor, w: Tensor, bias: Tensor | None, stride: int, padding: int) -> Tensor:
+def first(x: Tensor, w: Tensor, bias: Tensor | None, stride: int, padding: int, relu: bool = False) -> Tensor:
     """Returns the output of a network's first layer, [n · B, H', W', O], for n models. Images are [n · B, C,
-    H, W] with few channels, filters [n, O, C, k, k] and biases [n, O]."""
+    H, W] with few channels, filters [n, O, C, k, k] and biases [n, O]. If `relu` is true, ReLU is applied."""
     models, outputs, channels, kernel, _ = w.shape
     size = [(s + 2 * padding - kernel) // stride + 1 for s in x.shape[2:]]
     images = len(x) // models
@@ -205,7 +220,7 @@ def first(x: Tensor, w: Tensor, bias: Tensor | None, stride: int, padding: int) 
     _first[(triton.cdiv(count, 128), outputs // wide, models)](
         x, w, w if bias is None else bias.contiguous(), y, count, x.shape[2], x.shape[3], size[0], size[1],
         images * channels * x.shape[2] * x.shape[3], w.stride(0), count * outputs,
-        stride, padding, kernel, channels, outputs, bias is not None, 128, wide, num_warps=4,
+        stride, padding, kernel, channels, outputs, bias is not None, relu, 128, wide, num_warps=4,
     )  # fmt: skip
     return y
 
@@ -217,23 +232,29 @@ def correlate(x: Tensor, w: Tensor, bias: Tensor | None, stride: int, padding: i
     return _launch(x, w, bias, size, w.shape[1], stride, 1, padding, False)
 
 
-def spread(grad: Tensor, w: Tensor, size: list[int], stride: int, padding: int) -> Tensor:
+def spread(
+    grad: Tensor, w: Tensor, size: list[int], stride: int, padding: int, output: Tensor | None = None
+) -> Tensor:
     """Returns the gradient of a convolution with respect to its images, [n · B, H, W, C]. `size` is (H, W),
     the height and width of the images. `grad` [n · B, H', W', O] is the gradient of the convolution's output,
-    and w [n, O, k, k, C] are the filters."""
-    return _launch(grad, w, None, size, w.shape[4], 1, stride, w.shape[2] - 1 - padding, True)
+    and w [n, O, k, k, C] are the filters.
+
+    If the images are the `output` of a ReLU, it can be given here. Then the result is the gradient of the
+    ReLU's input.
+    """
+    return _launch(grad, w, None, size, w.shape[4], 1, stride, w.shape[2] - 1 - padding, True, output)
 
 
 def _launch(
     x: Tensor, w: Tensor, bias: Tensor | None, size: list[int],
-    outputs: int, stride: int, up: int, pad: int, flip: bool,
+    outputs: int, stride: int, up: int, pad: int, flip: bool, output: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Returns the result of `_correlate`: a convolution or, if `flip` is true, its gradient with respect to
-    the images. The result has `size` (height, width) pixels and `outputs` channels. Chooses the kernel that
-    suits the GPU and the shapes."""
+    the images. The result has `size` (height, width) pixels and `outputs` channels. It is zero where `output`
+    is zero, if that is given. Chooses the kernel that suits the GPU and the shapes."""
     models, images, channels = len(w), len(x) // len(w), x.shape[3]
     tile = triton_tma.product_tile(x, models, size, outputs, w.shape[2], stride, up)
-    if tile is not None:
+    if tile is not None and output is None:
         return triton_tma.correlate(
             x, w, bias, size, outputs, stride, up, w.shape[2] - 1 - pad if flip else pad, flip, tile
         )
@@ -242,9 +263,10 @@ def _launch(
     pixels = images * -(-size[0] // up) * -(-size[1] // up)
     stages = _stages(stages, x.device)
     _correlate[(triton.cdiv(pixels, tall), outputs // wide, models * up * up)](
-        x, w, w if bias is None else bias.contiguous(), y, images, x.shape[1], x.shape[2], size[0], size[1],
+        x, w, w if bias is None else bias.contiguous(), y if output is None else output, y,
+        images, x.shape[1], x.shape[2], size[0], size[1],
         images * x.shape[1] * x.shape[2] * channels, w.stride(0), images * size[0] * size[1] * outputs,
-        stride, up, pad, w.shape[2], channels, outputs, flip, bias is not None,
+        stride, up, pad, w.shape[2], channels, outputs, flip, bias is not None, output is not None,
         tall, wide, deep, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return y
@@ -260,29 +282,45 @@ def weights_grad(
     If `few` is true, the images have few channels (a network's first layer). Then they are [n · B, C, H, W],
     and the result is [n, O, C, k, k].
     """
-    _, height, width, outputs = grad.shape
-    high, broad, channels = (x.shape[2], x.shape[3], x.shape[1]) if few else x.shape[1:]
-    images = len(x) // models
-    count = images * height * width
     tile = None if few else triton_tma.filter_tile(grad, x, models, kernel, stride)
     if tile is not None:
         return triton_tma.weights_grad(grad, x, models, kernel, stride, padding, *tile)
+    out = _filters_grad(grad, x, few, False, models, kernel, stride, padding)
+    channels = x.shape[1] if few else x.shape[3]
+    last = (channels, kernel, kernel) if few else (kernel, kernel, channels)
+    return out.view(models, grad.shape[3], *last)
+
+
+def first_grad(grad: Tensor, x: Tensor, models: int, kernel: int) -> tuple[Tensor, Tensor]:
+    """Returns the gradients of a network's first layer with respect to its filters, [n, O, C, k, k], and to
+    its biases, [n, O]. The layer has stride 1 and no padding. Arguments are as in `weights_grad`."""
+    out = _filters_grad(grad, x, True, True, models, kernel, 1, 0)
+    filters = out[:, :, :-1].reshape(models, grad.shape[3], x.shape[1], kernel, kernel)
+    return filters, out[:, :, -1].contiguous()
+
+
+def _filters_grad(
+    grad: Tensor, x: Tensor, few: bool, bias: bool, models: int, kernel: int, stride: int, padding: int
+) -> Tensor:
+    """Returns the result of `_filters`, [n, O, C · k · k], with one more column for the bias if `bias` is
+    true. The other arguments are as in `weights_grad`."""
+    _, height, width, outputs = grad.shape
+    high, broad, channels = (x.shape[2], x.shape[3], x.shape[1]) if few else x.shape[1:]
+    images = len(x) // models
+    count, length = images * height * width, kernel * kernel * channels + bias
     tall, wide, deep, warps, stages = _filter_tiles(outputs, channels)
     stages = _stages(stages, x.device)
     if few:
-        wide = max(16, triton.next_power_of_2(kernel * kernel * channels))
-    tiles = (outputs // tall) * triton.cdiv(kernel * kernel * channels, wide)
+        wide = max(16, triton.next_power_of_2(length))
+    tiles = (outputs // tall) * triton.cdiv(length, wide)
     parts = max(1, min(PROGRAMS // (tiles * models), count // (8 * deep)))
     chunk = triton.cdiv(triton.cdiv(count, parts), deep) * deep
-    shape = (
-        (models, outputs, channels, kernel, kernel) if few else (models, outputs, kernel, kernel, channels)
-    )
+    shape = (models, outputs, length)
     out = grad.new_empty(shape) if parts == 1 else grad.new_empty(parts, *shape, dtype=torch.float32)
-    length = outputs * kernel * kernel * channels
     _filters[(tiles, parts, models)](
         grad, x, out, count, chunk, high, broad, height, width,
-        count * outputs, images * high * broad * channels, length, models * length,
-        stride, padding, kernel, channels, outputs, few,
+        count * outputs, images * high * broad * channels, outputs * length, models * outputs * length,
+        stride, padding, kernel, channels, outputs, few, bias,
         tall, wide, deep, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out if parts == 1 else out.sum(0).to(grad.dtype)

@@ -190,7 +190,7 @@ def _power(value: int) -> int:
     return 1 << (value - 1).bit_length()
 
 
-def _box(pixels: int, height: int, width: int) -> tuple[int, int, int]:
+def box_shape(pixels: int, height: int, width: int) -> tuple[int, int, int]:
     """Returns the shape of a tile with `pixels` pixels: its numbers of images, rows and columns. Of the
     possible shapes, it is the one that extends least beyond images of this height and width."""
 
@@ -205,7 +205,7 @@ def _box(pixels: int, height: int, width: int) -> tuple[int, int, int]:
     return pixels // (rows * columns), rows, columns
 
 
-def _pixels(x: Tensor, stride: int, box: tuple[int, int, int], channels: int) -> Any:
+def pixel_boxes(x: Tensor, stride: int, box: tuple[int, int, int], channels: int) -> Any:
     """Returns a descriptor with which the copy engine (TMA) loads boxes of pixels from x. The tensor x [n ·
     B, H, W, C] has the images of n models, B for each model. A box has box[0] images, box[1] rows, box[2]
     columns and `channels` channels. Neighbouring pixels of a box are `stride` pixels apart in the image."""
@@ -215,7 +215,7 @@ def _pixels(x: Tensor, stride: int, box: tuple[int, int, int], channels: int) ->
     return TensorDescriptor(x, shape, strides, [box[0], box[1], 1, box[2], channels])
 
 
-def _matrix(x: Tensor, rows: int, block: list[int]) -> Any:
+def matrix_tiles(x: Tensor, rows: int, block: list[int]) -> Any:
     """Returns a descriptor with which the copy engine (TMA) loads tiles of the shape `block` from x. For
     this, x is viewed as a matrix with `rows` rows."""
     columns = x.numel() // rows
@@ -271,7 +271,7 @@ def filter_tile(
         tile = Tile(64, NARROW, min(channels & -channels, 64), 4, 5)
     else:
         tile = Tile(128 if height * width >= 64 else 64, 128, min(channels & -channels, 128), 8, 3)
-    box = _box(tile.pixels, height, width)
+    box = box_shape(tile.pixels, height, width)
     if images % box[0]:  # a tile would extend into the next model's images
         return None
     tiles = models * (outputs // tile.outputs) * (kernel if row else kernel**2) * (channels // tile.channels)
@@ -303,11 +303,11 @@ def correlate(
     """
     models, images, channels, kernel = len(w), len(x) // len(w), x.shape[3], w.shape[2]
     y = x.new_empty(len(x), *size, outputs)
-    box = _box(tile.pixels, -(-size[0] // up), -(-size[1] // up))
+    box = box_shape(tile.pixels, -(-size[0] // up), -(-size[1] // up))
     block = [tile.channels, tile.outputs] if flip else [tile.outputs, tile.channels]
     down, across = (triton.cdiv(-(-side // up), each) for side, each in zip(size, box[1:], strict=True))
     _correlate[(triton.cdiv(images, box[0]) * down * across, outputs // tile.outputs, models * up * up)](
-        _pixels(x, stride, box, tile.channels), _matrix(w, models * w.shape[1], block),
+        pixel_boxes(x, stride, box, tile.channels), matrix_tiles(w, models * w.shape[1], block),
         w if bias is None else bias.contiguous(), y, images, size[0], size[1],
         images * size[0] * size[1] * outputs, stride, up, padding, kernel, channels, outputs,
         flip, bias is not None,
@@ -333,7 +333,7 @@ def weights_grad(
     float32."""
     _, height, width, outputs = grad.shape
     channels, images = x.shape[3], len(x) // models
-    box = _box(tile.pixels, height, width)
+    box = box_shape(tile.pixels, height, width)
     flat = _flat(box, height, width)
     steps = images // box[0] * triton.cdiv(height, box[1]) * triton.cdiv(width, box[2])
     parts = max(1, min(parts, steps))
@@ -343,10 +343,10 @@ def weights_grad(
     length = outputs * kernel * kernel * channels
     taps = kernel * kernel // 3 if row else kernel * kernel
     _filters[((outputs // tile.outputs) * taps * (channels // tile.channels), parts, models)](
-        _matrix(grad, len(grad) * height * width, [tile.pixels, tile.outputs])
+        matrix_tiles(grad, len(grad) * height * width, [tile.pixels, tile.outputs])
         if flat
-        else _pixels(grad, 1, box, tile.outputs),
-        _pixels(x, stride, box, tile.channels),
+        else pixel_boxes(grad, 1, box, tile.outputs),
+        pixel_boxes(x, stride, box, tile.channels),
         out, images, height, width, steps, chunk, length, models * length,
         stride, padding, kernel, channels, outputs, *box, tile.outputs, tile.channels, row, flat, FAR,
         num_warps=tile.warps, num_stages=tile.stages,
