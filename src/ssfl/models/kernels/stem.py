@@ -25,7 +25,7 @@ def fits(x: Tensor, weight: Tensor, weight2: Tensor) -> bool:
 
     sides = {weight.shape[3], weight.shape[4], weight2.shape[3], weight2.shape[4]}
     even = x.shape[2] % 2 == 0 and x.shape[3] % 2 == 0 and min(x.shape[2:]) > 2 * KERNEL
-    return sides == {KERNEL} and even and triton_tma.hopper(x.device)
+    return sides == {KERNEL} and even and triton_tma.usable(x.device)
 
 
 @torch.library.custom_op("ssfl::stem", mutates_args=())

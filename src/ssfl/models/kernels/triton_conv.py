@@ -295,8 +295,8 @@ def first_grad(grad: Tensor, x: Tensor, models: int, kernel: int) -> tuple[Tenso
     """Returns the gradients of a network's first layer with respect to its filters, [n, O, C, k, k], and to
     its biases, [n, O]. The layer has stride 1 and no padding. Arguments are as in `weights_grad`."""
     out = _filters_grad(grad, x, True, True, models, kernel, 1, 0)
-    filters = out[:, :, :-1].reshape(models, grad.shape[3], x.shape[1], kernel, kernel)
-    return filters, out[:, :, -1].contiguous()
+    filters = out[:, :, :-1].contiguous()
+    return filters.view(models, grad.shape[3], x.shape[1], kernel, kernel), out[:, :, -1].contiguous()
 
 
 def _filters_grad(

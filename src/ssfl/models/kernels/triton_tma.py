@@ -168,10 +168,16 @@ class Tile(NamedTuple):
     stages: int
 
 
+def usable(device: torch.device) -> bool:
+    """Returns whether these kernels can be used: the GPU has the copy engine (TMA), and the installed Triton
+    supports it."""
+    return torch.cuda.get_device_capability(device) == (9, 0) and TensorDescriptor is not None
+
+
 @cache
 def hopper(device: torch.device) -> bool:
-    """Returns whether these kernels can be used: the GPU has the copy engine (TMA), and the installed Triton
-    supports it. Warns once if the GPU has it but Triton is too old."""
+    """Returns the result of `usable`. Warns once if the GPU has the copy engine but Triton is too old. Unlike
+    `usable`, it cannot be called from compiled code."""
     if torch.cuda.get_device_capability(device) != (9, 0):
         return False
     if TensorDescriptor is None:
@@ -181,7 +187,7 @@ def hopper(device: torch.device) -> bool:
             SsflWarning,
             stacklevel=2,
         )
-    return TensorDescriptor is not None
+    return usable(device)
 
 
 def _power(value: int) -> int:
