@@ -26,6 +26,7 @@ from ssfl.runs import same, text, train
 from ssfl.runs.folder import versions
 
 Variants = dict[str, list[str]]
+IDEAS = "benchmarks/ideas.py"
 ANCHORED: Variants = {
     "anchored": [],
     "full pace": ["method.pace=full"],
@@ -95,7 +96,8 @@ SCREEN: Variants = {
     "guard by held-out labels": ["train.server_held_out=0.1"],
     "users without a label left out": ["federation.skip_unlabelled=true"],
     "no momentum": ["method.momentum=0.0"],
-    "no momentum, twice the learning rate": ["method.momentum=0.0", "train.lr=0.2"],
+    "a longer step instead of momentum": [f"method.name={IDEAS}:LongStep"],
+    "soft weights": [f"method.name={IDEAS}:SoftWeights"],
     "full pace": ["method.pace=full"],
     "annealed learning rate": ["train.schedule=annealing"],
     "a head start of a tenth": ["federation.head_start=0.1"],
@@ -105,7 +107,7 @@ SCREEN: Variants = {
     "cbafed": ["method.name=cbafed"],
 }  # fmt: skip
 """Ideas to try with one seed on photographs (learning rate 0.1). Those that help are repeated with more
-seeds."""
+seeds. Run it from the repository's root, where `IDEAS` is found."""
 SETS = {"anchored": ANCHORED, "norms": NORMS, "screen": SCREEN}
 """The sets of variants, by the name that the command takes."""
 
