@@ -17,15 +17,16 @@ KERNEL = 3
 
 def fits(x: Tensor, weight: Tensor, weight2: Tensor) -> bool:
     """Returns whether the operator can be used: n models at once, a Hopper GPU, bfloat16, few input channels,
-    and an even height and width before pooling. `weight` and `weight2` are the filters of the two
-    convolutions."""
+    an even height and width before pooling, and not too many images. `weight` and `weight2` are the filters
+    of the two convolutions."""
     if weight.dim() == 4 or not suit(x, weight) or weight.shape[2] > FEW or weight2.shape[1] % 64:
         return False
     from ssfl.models.kernels import triton_tma
 
     sides = {weight.shape[3], weight.shape[4], weight2.shape[3], weight2.shape[4]}
     even = x.shape[2] % 2 == 0 and x.shape[3] % 2 == 0 and min(x.shape[2:]) > 2 * KERNEL
-    return sides == {KERNEL} and even and triton_tma.usable(x.device)
+    small = x.numel() // (len(weight) * x.shape[1]) * weight2.shape[1] < 2**31  # offsets have 32 bits
+    return sides == {KERNEL} and even and small and triton_tma.usable(x.device)
 
 
 @torch.library.custom_op("ssfl::stem", mutates_args=())
