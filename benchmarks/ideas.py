@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 
 import ssfl
-from ssfl.core.fields import setting
 from ssfl.methods.anchored import Anchored
 
 
@@ -35,7 +34,7 @@ class LongStep(Anchored):
     With the momentum 0.5, steps in a constant direction become twice as long in the end. So this shows
     whether momentum is more than a longer step."""
 
-    momentum: float = setting(0.0, least=0, most=0.999, what="a momentum")
+    momentum: float = ssfl.setting(0.0, least=0, most=0.999, what="a momentum")
     """The server's momentum, off by default."""
 
     def label(self, look: ssfl.Look) -> ssfl.Labels:

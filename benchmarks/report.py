@@ -13,11 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import jobs
+from benchmarks.child import home
 from benchmarks.machine import IDLE
 from ssfl.runs import provenance, text
-
-OURS = ("loop", "vmap")
-"""The engines of ssfl. A contestant is called like its engine, or has its precision added: `vmap-float32`."""
 
 
 def summary(spec: jobs.Spec, warmup: int, runs_of: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
@@ -38,7 +36,7 @@ def summary(spec: jobs.Spec, warmup: int, runs_of: dict[str, list[dict[str, Any]
         (
             each["median_s"]
             for name, each in contestants.items()
-            if name.partition("-")[0] in OURS and "median_s" in each
+            if home(name) == "ours" and "median_s" in each
         ),
         default=None,
     )

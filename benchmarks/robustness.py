@@ -148,7 +148,7 @@ def outcomes(cases: list[Case], processes: int) -> Iterator[Outcome]:
         yield ended.get()
 
 
-def without_attack(case: Case) -> Case:
+def case_to_run(case: Case) -> Case:
     """Returns the case to run instead: without an attack, federations with equally many sites are equal."""
     if ATTACKS[case.attack]:
         return case
@@ -169,7 +169,7 @@ def rows_of(accuracies: dict[Case, float], seeds: list[int]) -> list[dict[str, A
         if any(case._replace(seed=seed) not in accuracies for seed in seeds):
             continue
         each = [accuracies[case._replace(seed=seed)] for seed in seeds]
-        clean_case = without_attack(case._replace(attack=CLEAN[0], defence=CLEAN[1], reach=gate.REACH))
+        clean_case = case_to_run(case._replace(attack=CLEAN[0], defence=CLEAN[1], reach=gate.REACH))
         clean = [accuracies.get(clean_case._replace(seed=seed)) for seed in seeds]
         apart = [one - other for one, other in zip(each, clean, strict=True) if other is not None]
         rows.append({
@@ -212,7 +212,7 @@ def main() -> None:
         for reach in (options.reach if "gate" in defence else [gate.REACH])
         for seed in options.seeds
     ]
-    cases = list(dict.fromkeys(without_attack(case) for case in cases))
+    cases = list(dict.fromkeys(case_to_run(case) for case in cases))
     if options.data is not None:  # do not publish a path of this machine
         both = (*(one for one in both if not one.startswith("data.path=")), f"data: {options.data.stem}")
     protocol = {"seeds": options.seeds, "settings": list(both), "on": _on(options.validation)}

@@ -126,11 +126,12 @@ def dropout(x: Tensor, rate: float, keys: Tensor) -> Tensor:
     """Returns images in which whole channels are set to zero at random, each with the probability `rate`. The
     other channels are divided by 1 - `rate`. `keys` has one key for each model, which determines the model's
     random mask."""
-    return x * kept(len(x), x.shape[1], rate, keys, x.dtype)[:, :, None, None]
+    return x * dropout_factors(len(x), x.shape[1], rate, keys, x.dtype)[:, :, None, None]
 
 
-def kept(images: int, channels: int, rate: float, keys: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the factors of `dropout`, [images, channels]: 0 or 1 / (1 - `rate`)."""
+def dropout_factors(images: int, channels: int, rate: float, keys: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns the factors by which `dropout` multiplies channels, [images, channels]: 0 or 1 / (1 -
+    `rate`)."""
     mask = draws.uniform(draws.bits(keys, images * channels // keys.numel())) >= rate
     return mask.reshape(images, channels).to(dtype) / (1 - rate)
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from ssfl.errors import ConfigError
 from ssfl.models.kernels import stem
-from ssfl.models.layers import Conv2d, Linear, activate, dropout, kept, normalisation
+from ssfl.models.layers import Conv2d, Linear, activate, dropout, dropout_factors, normalisation
 
 DROPOUT = 0.25
 """The probability with which the network `cnn` sets a channel of an image to zero in training."""
@@ -61,7 +61,9 @@ class Cnn(nn.Module):
         dropout. ssfl's GPU kernels compute it in few passes over the images."""
         first, second = self.conv1, self.conv2
         if isinstance(self.norm1, nn.Identity) and stem.fits(x, first.weight, second.weight):
-            factors = None if key is None else kept(len(x), second.out_channels, DROPOUT, key, x.dtype)
+            factors = None
+            if key is not None:
+                factors = dropout_factors(len(x), second.out_channels, DROPOUT, key, x.dtype)
             out, _, _ = stem.stem(x, first.weight, first.bias, second.weight, second.bias, factors)
             return out  # type: ignore[no-any-return]
         x = activate(self.norm1, first(x))

@@ -178,9 +178,7 @@ def usable(device: torch.device) -> bool:
 def hopper(device: torch.device) -> bool:
     """Returns the result of `usable`. Warns once if the GPU has the copy engine but Triton is too old. Unlike
     `usable`, it cannot be called from compiled code."""
-    if torch.cuda.get_device_capability(device) != (9, 0):
-        return False
-    if TensorDescriptor is None:
+    if torch.cuda.get_device_capability(device) == (9, 0) and TensorDescriptor is None:
         warnings.warn(
             f"training on {torch.cuda.get_device_name(device)} is slower than it could be, because the "
             "fastest convolutions need a newer Triton: install a newer torch, which brings it",
