@@ -72,6 +72,23 @@ def test_the_gate_cuts_what_is_longer_than_is_usual() -> None:
     assert torch.equal(gate.remembered(before, torch.tensor(0.2), 0.3), torch.tensor([0.1, 0.4, 0.3]))
 
 
+def test_no_tensors_part_of_an_update_is_longer_than_is_usual_for_this_tensor() -> None:
+    generator = torch.Generator().manual_seed(1)
+    sent = torch.randn(5, 7, generator=generator, dtype=torch.float64)
+    updates = torch.tensor([[3, 4, 0, 0, 0.3, 0, 0.4]] * 5, dtype=torch.float64)
+    updates[1] *= 0.5
+    updates[4] = torch.tensor([0, 0, 0, 0, 0, 5, 0])  # all of it where honest updates are short
+    found = gate.judge(sent, sent + updates, torch.zeros(5), sizes=(4, 3))
+    assert found.reasons == [""] * 5
+    parts = (found.rows - sent).split([4, 3], 1)
+    assert parts[0].norm(dim=1).tolist() == pytest.approx([5, 2.5, 5, 5, 0])
+    assert parts[1].norm(dim=1).tolist() == pytest.approx([0.5, 0.25, 0.5, 0.5, 0.5 * gate.PART])
+    assert torch.allclose(found.rows[:4], (sent + updates)[:4])
+    assert found.times == pytest.approx([1, 1, 1, 1, 10 / gate.PART])
+    whole = gate.judge(sent, sent + updates, torch.zeros(5))
+    assert float((whole.rows - sent)[4].norm()) == pytest.approx(5)  # its length alone is not suspicious
+
+
 def test_trust_is_the_mean_cosine_with_the_servers_direction() -> None:
     updates = torch.tensor([[3.0, 4], [0, -2], [0, 0], [math.nan, 1], [math.inf, 1]])
     trust = gate.trusted(torch.tensor([0, 0.5, -0.1, 0.1, 0.2]), updates, torch.tensor([0.0, 7]))

@@ -5,6 +5,7 @@ against the server's labels.
 The length of an update is its norm. The usual length in a round is the median over the users.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,10 @@ REACH = 1.0
 """The largest allowed length of an update, as a multiple of the usual length. Longer updates are shortened to
 this limit. The usual length is the median norm of the users' updates. The limit can be low because honest
 lengths differ little, even if users have different classes."""
+PART = 1.0
+"""The largest allowed length of one tensor's part of an update, such as that of the last layer. It is a
+multiple of the median length of this part over the users. Otherwise an attacker could put its whole update
+into one layer, where honest updates are short."""
 GROWTH = 2.0
 """Limits how fast the usual length (the median norm of the users' updates) may grow. In a new round, it is at
 most this multiple of the largest usual length in the remembered rounds."""
@@ -60,7 +65,7 @@ class GateResult:
     twice the largest usual length of the remembered rounds."""
     times: list[float]
     """For each of the n models, the norm of its update before shortening, as a multiple of the usual length
-    (the median over users)."""
+    (the median over users), or of its own norm after shortening if that is more."""
     weights: Tensor
     """[n]: the weight of each model in the average, from 0 to 1. Refused models have weight 1 here, but the
     caller leaves them out of the average."""
@@ -72,6 +77,7 @@ def judge(
     strikes: Tensor,
     before: Tensor | None = None,
     trust: Tensor | None = None,
+    sizes: Sequence[int] = (),
 ) -> GateResult:
     """Decides which of the n models `rows` [n, P + Q] are refused, which updates are shortened, and each
     model's weight in the average. `sent` [n, P + Q] are the models that the n users received. A model is a
@@ -79,7 +85,8 @@ def judge(
 
     `strikes` [n] counts how often each user was refused before. `before` has the usual lengths of earlier
     rounds as `remembered` returns them, or 0 where unknown. If it is None, earlier rounds set no limit.
-    `trust` [n] comes from `trusted`. If it is None, all models have weight 1.
+    `trust` [n] comes from `trusted`. If it is None, all models have weight 1. `sizes` are the sizes of the
+    tensors in a row. If given, the part of an update in each tensor is also limited, see `PART`.
 
     A single update must not outweigh the others, whatever its direction. So its length is limited by the
     median length of the users' updates. The median itself is limited by earlier rounds, since most users of
@@ -108,10 +115,28 @@ def judge(
     if long:
         rows = rows.clone()
         rows[long] = sent[long] + (REACH * usual / lengths[long])[:, None] * updates[long]
+    if passed and sizes:
+        left = _even(rows[passed] - sent[passed], sizes)
+        rows = rows.clone()
+        rows[passed] = sent[passed] + left
+        kept = torch.linalg.vector_norm(left, dim=1).clamp(min=torch.finfo(lengths.dtype).tiny)
+        for i, factor in zip(passed, (lengths[passed] / kept).tolist(), strict=True):
+            times[i] = max(times[i], factor)
     weights = lengths.new_ones(len(rows))
     if trust is not None:
         weights[passed] = weighted(trust[passed]).to(weights)
     return GateResult(reasons, rows, usual, times, weights)
+
+
+def _even(updates: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Returns the `updates` [n, P + Q] of n users, with the part in each tensor shortened to at most `PART`
+    times its median length. `sizes` are the sizes of the tensors."""
+    parts = []
+    for part in updates.split(list(sizes), 1):
+        lengths = torch.linalg.vector_norm(part, dim=1)
+        factors = PART * lengths.median() / lengths.clamp(min=torch.finfo(lengths.dtype).tiny)
+        parts.append(part * factors.clamp(max=1)[:, None])
+    return torch.cat(parts, 1)
 
 
 def trusted(trust: Tensor, updates: Tensor, direction: Tensor) -> Tensor:

@@ -319,7 +319,8 @@ class Round:
         if self.sim.config.federation.gate:
             users, log = list(self.cohort.users), self.log
             trust = log.trust = self._trust(users, rows - sent)
-            verdict = judge(sent, rows, self.state.strikes[users], self.state.memory.get(USUAL), trust)
+            before = self.state.memory.get(USUAL)
+            verdict = judge(sent, rows, self.state.strikes[users], before, trust, self.layout.sizes)
             rows, log.usual, gate_weights = verdict.rows, verdict.usual, verdict.weights
             log.refused = {place: reason for place, reason in enumerate(verdict.reasons) if reason}
             log.cut = {
