@@ -49,7 +49,7 @@ CHANGED = {
     "semifl": "users take as many steps as their confident images fill",
     "fl2": "users take as many steps as their confident images fill",
     "cbafed": "the same, and the server joins the average by its number of images instead of training last",
-    "alternate-attacked": "the gate cuts updates to the usual length",
+    "alternate-attacked": "the gate cuts updates, and their part in each tensor, to the usual length",
 }
 """Cases whose numbers were changed on purpose after the first release, and why."""
 OLD = {

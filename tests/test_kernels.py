@@ -158,27 +158,32 @@ def test_batch_norm(models: int, images: int, channels: int, size: int, added: b
     add = random(*x.shape, seed=4) if added else None
     given = [each.requires_grad_() for each in (x, weight, bias, add) if each is not None]
     assert normalisation.suit_batch(x, models)
-    found, mean, var = normalisation.batch_norm(x, weight, bias, add, 1e-5, slope)
+    running = torch.rand(2, models, channels, device="cuda")
+    found, *statistics, mean, var = normalisation.batch_norm(x, weight, bias, add, *running, 0.1, 1e-5, slope)
     exact = [each.detach().float().requires_grad_() for each in given]
-    parts = zip(exact[0].chunk(models), exact[1].unbind(), exact[2].unbind(), strict=True)
-    expected = torch.cat([F.batch_norm(part, None, None, w, b, True) for part, w, b in parts])
+    followed = running.clone()
+    parts = zip(exact[0].chunk(models), *followed, *exact[1:3], strict=True)
+    expected = torch.cat([F.batch_norm(part, *two, w, b, True) for part, *two, w, b in parts])  # type: ignore[call-arg]
     expected = F.leaky_relu(expected + exact[3] if added else expected, slope)
     assert close(found, expected)
     variances, means = torch.var_mean(exact[0].unflatten(0, (models, -1)), (1, 3, 4), correction=0)
-    assert torch.allclose(mean, means, atol=1e-5)
-    assert torch.allclose(var, variances, rtol=1e-5)
+    assert torch.allclose(statistics[0], means, atol=1e-5)
+    assert torch.allclose(statistics[1], variances, rtol=1e-5)
+    assert torch.allclose(torch.stack([mean, var]), followed, rtol=1e-5)
     assert gradients_close(found, given, expected, exact, 5 * ROUNDED, seed=5)
 
 
-def test_a_networks_batch_norm_is_the_plain_layers() -> None:
-    layer, x = layers.BatchNorm(32).cuda(), random(6, 32, 8, 8) + 1
+@pytest.mark.parametrize("training", [True, False])
+def test_a_networks_batch_norm_is_the_plain_layers(training: bool) -> None:
+    layer, x = layers.BatchNorm(32).cuda().train(training), random(6, 32, 8, 8) + 1
     state = {name: torch.stack([value, value + 0.5]) for name, value in layer.state_dict().items()}
     moved = {}
     for kernels in (True, False):
         convolution.use(kernels)
         try:
             given = dict(state)
-            out = torch.func.functional_call(layer, given, (x,))
+            with torch.set_grad_enabled(training):
+                out = torch.func.functional_call(layer, given, (x,))
         finally:
             convolution.use(True)
         moved[kernels] = [out, given["running_mean"], given["running_var"]]
@@ -187,6 +192,34 @@ def test_a_networks_batch_norm_is_the_plain_layers() -> None:
         torch.allclose(a, b, rtol=1e-4, atol=1e-5)
         for a, b in zip(moved[True][1:], moved[False][1:], strict=True)
     )
+
+
+@pytest.mark.parametrize("taken", [None, [3, 1, 2]])
+@pytest.mark.parametrize(("momentum", "nesterov"), [(0.9, True), (0.9, False), (0.0, False)])
+def test_one_step_of_sgd(momentum: float, nesterov: bool, taken: list[int] | None) -> None:
+    """Compares the kernel with torch's SGD, for three models in their second step."""
+    from ssfl.models.kernels import triton_sgd
+
+    shape = 3, 8, 3, 3, 700
+    weight, velocity = (torch.randn(shape, device="cuda").movedim(-1, 2) for _ in range(2))
+    gradient = torch.empty_like(weight, dtype=torch.bfloat16).copy_(random(*weight.shape))
+    rates = torch.tensor([[1.0, 1, 1], [0.1, 0.2, 0.3]], device="cuda")
+    models = [each.clone().requires_grad_() for each in weight]
+    for model, g, v, rate in zip(models, gradient, velocity, rates[1].tolist(), strict=True):
+        model.grad = g.float()
+        optimizer = torch.optim.SGD([model], lr=rate, momentum=momentum, nesterov=nesterov, weight_decay=0.01)
+        if momentum:
+            optimizer.state[model]["momentum_buffer"] = v.clone()
+        optimizer.step()
+    expected = torch.stack([model.detach() for model in models])
+    if taken:
+        expected[1] = weight[1]  # it takes one step only
+    narrow = weight.bfloat16()
+    step = torch.ones(1, dtype=torch.int64, device="cuda")
+    limit = None if taken is None else torch.tensor(taken, device="cuda")
+    triton_sgd.update(weight, velocity, gradient, narrow, rates, step, limit, 0.01, momentum, nesterov)
+    assert torch.allclose(weight, expected, atol=1e-6)
+    assert torch.equal(narrow, weight.bfloat16())
 
 
 def test_what_the_kernels_do_not_take_goes_the_plain_way() -> None:

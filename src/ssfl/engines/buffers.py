@@ -51,6 +51,17 @@ class StepBuffers:
     def models(self) -> int:
         return self.rates.shape[1]
 
+    @property
+    def busy(self) -> Tensor | None:
+        """[n]: whether each trainer takes this step. None: all do."""
+        return None if self.taken is None else self.step < self.taken
+
+    def write(self, buffer: Tensor, new: Tensor) -> None:
+        """Copies new values [n, ...] into a buffer, except for trainers that have already taken all their
+        steps."""
+        busy = self.busy
+        buffer.copy_(new if busy is None else torch.where(along(busy, buffer), new.to(buffer.dtype), buffer))
+
     def load(self, layout: Layout, rows: Tensor, momentum: Tensor, work: Work) -> None:
         """Copies the data of a round's trainers into the buffers, before the first step. The data are the
         models `rows`, the `momentum`, and the `work`: images, learning rates and random keys. If the buffers
@@ -147,11 +158,6 @@ def sgd(
     A weight without a gradient does not change. A trainer that has already taken all its steps does not
     change either.
     """
-    busy = None if buffers.taken is None else buffers.step < buffers.taken
-
-    def write(buffer: Tensor, new: Tensor) -> None:
-        buffer.copy_(new if busy is None else torch.where(along(busy, buffer), new.to(buffer.dtype), buffer))
-
     rates = buffers.rates.index_select(0, buffers.step)[0]
     gradients = {name: gradient.to(buffers.weights[name].dtype) for name, gradient in gradients.items()}
     if optimizer.clip:
@@ -162,13 +168,38 @@ def sgd(
         if optimizer.momentum:
             velocity = optimizer.momentum * buffers.velocity[name] + gradient
             gradient = gradient + optimizer.momentum * velocity if optimizer.nesterov else velocity
-            write(buffers.velocity[name], velocity)
+            buffers.write(buffers.velocity[name], velocity)
         new = weight - along(rates, weight) * gradient
-        write(weight, new)
+        buffers.write(weight, new)
         if buffers.rounded:
-            write(buffers.narrow[name], new)
+            buffers.write(buffers.narrow[name], new)
+    _end_step(buffers, statistics, metrics)
+
+
+def sgd_by_kernels(
+    buffers: StepBuffers, gradients: Named, statistics: Named, metrics: Named, optimizer: Optimizer
+) -> None:
+    """Does the same as `sgd` on a GPU, with one kernel for each weight tensor. There is no gradient clipping
+    (`Optimizer.clip`)."""
+    from ssfl.models.kernels import triton_sgd
+
+    for name, gradient in gradients.items():
+        weight = buffers.weights[name]
+        if gradient.stride() != weight.stride():
+            gradient = torch.empty_like(weight, dtype=gradient.dtype).copy_(gradient)
+        triton_sgd.update(
+            weight, buffers.velocity[name], gradient, buffers.narrow[name] if buffers.rounded else None,
+            buffers.rates, buffers.step, buffers.taken,
+            optimizer.weight_decay, optimizer.momentum, optimizer.nesterov,
+        )  # fmt: skip
+    _end_step(buffers, statistics, metrics)
+
+
+def _end_step(buffers: StepBuffers, statistics: Named, metrics: Named) -> None:
+    """Writes the new running statistics, adds the metrics to their sums, and counts the step."""
+    busy = buffers.busy
     for name, value in buffers.statistics.items():
-        write(value, statistics[name])
+        buffers.write(value, statistics[name])
     for name, total in buffers.metrics.items():
         total.add_(metrics[name] if busy is None else torch.where(busy, metrics[name], 0.0))
     buffers.step.add_(1)

@@ -19,7 +19,7 @@ from torch.func import functional_call
 from ssfl.core.rows import Layout
 from ssfl.core.step import METRICS, Batch, Look, Loss, Named, Step, evaluated, with_own_labels
 from ssfl.engines import compiling
-from ssfl.engines.buffers import StepBuffers, make_buffers, sgd
+from ssfl.engines.buffers import StepBuffers, make_buffers, sgd, sgd_by_kernels
 from ssfl.engines.loop import full_batch, predicted
 from ssfl.engines.work import (
     Optimizer,
@@ -35,6 +35,10 @@ from ssfl.engines.work import (
 from ssfl.errors import SsflWarning
 from ssfl.federation import Method
 from ssfl.models.kernels import convolution
+
+IN_KERNELS = 128 * 128
+"""The largest number of pixels for which GPU kernels do nearly all the work of some networks (`in_kernels`).
+The kernel for group norm takes no larger images."""
 
 
 class RecordedStep(NamedTuple):
@@ -84,11 +88,21 @@ class Vmap:
         if self.compiled:
             compiling.prepare()
         self._views: Callable[..., Batch] = prepared(make_batch)
-        whole = prepared if getattr(self.networks[True], "compilable", True) else _not_compiled
+        whole = prepared if self._compiles_networks() else _not_compiled
         self._evaluators = {"user": whole(self._evaluate_user), "server": whole(self._evaluate_server)}
         self._predict: Callable[..., Tensor] = whole(self._eager_predict)
-        self._update: Callable[..., None] = prepared(sgd)
+        self._sgd: Callable[..., None] = prepared(sgd)
         self._swap = prepared(swap_or_not, dynamic=True) if self.compiled else None
+
+    def _compiles_networks(self) -> bool:
+        """Returns whether networks are compiled, if the engine compiles. A network that consists of ssfl's
+        GPU kernels is not: compiling it takes long, and gains nothing."""
+        network, images = self.networks[True], self.pool.images
+        if not getattr(network, "compilable", True):
+            return False
+        few = images.shape[2] * images.shape[3] <= IN_KERNELS
+        ready = images.is_cuda and self.pool.dtype == torch.bfloat16 and few and convolution.usable()
+        return not (ready and getattr(network, "in_kernels", False))
 
     def train(self, rows: Tensor, momentum: Tensor, work: Work) -> TrainedRows:
         """Returns the models, momentum and metrics of n trainers (users, or the server) after up to T steps
@@ -245,7 +259,9 @@ class Vmap:
     def _step_on(self, buffers: StepBuffers, batch: Batch) -> None:
         step = self._step_of(buffers, batch)
         gradients, metrics = self.method.gradient(step, self._losses[buffers.work.role])
-        self._update(buffers, gradients, step.buffers, metrics, self.optimizer)
+        kernels = buffers.step.is_cuda and self.pool.wide == torch.float32 and convolution.usable()
+        update = sgd_by_kernels if kernels and not self.optimizer.clip else self._sgd
+        update(buffers, gradients, step.buffers, metrics, self.optimizer)
 
     def _step_of(self, buffers: StepBuffers, batch: Batch) -> Step:
         """Returns the `Step` that a method's functions get, for all trainers (users, or the server) together.

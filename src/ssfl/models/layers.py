@@ -84,7 +84,10 @@ class BatchNorm(nn.Module):
         if self.training:
             var, mean = torch.var_mean(wide, [1, *range(3, wide.dim())], correction=0)
             var, mean = var.view_as(self.weight), mean.view_as(self.weight)
-            self._follow(mean.detach(), var.detach(), wide.numel() // mean.numel())
+            count = wide.numel() // mean.numel()
+            unbiased = var.detach() * (count / max(count - 1, 1))
+            self.running_mean = self.running_mean.lerp(mean.detach(), self.momentum)
+            self.running_var = self.running_var.lerp(unbiased, self.momentum)
         else:  # the noise of [privacy], or an attacker, may make a variance negative
             mean, var = self.running_mean, self.running_var.clamp(min=0)
         scale = self.weight * torch.rsqrt(var + self.eps)
@@ -92,24 +95,23 @@ class BatchNorm(nn.Module):
         scale, shift = (_per_channel(value.reshape(models, -1), x.dim()) for value in (scale, shift))
         return (wide * scale + shift).to(x.dtype).flatten(0, 1)  # type: ignore[no-any-return]
 
-    def _follow(self, mean: Tensor, var: Tensor, count: int) -> None:
-        """Updates the running statistics by those of a batch, as torch's BatchNorm does. `count` is the
-        number of values per channel in the batch."""
-        unbiased = var * (count / max(count - 1, 1))
-        self.running_mean = self.running_mean.lerp(mean, self.momentum)
-        self.running_var = self.running_var.lerp(unbiased, self.momentum)
-
     def suits(self, x: Tensor) -> bool:
         """Returns whether ssfl's GPU kernels can normalise these images. Otherwise plain PyTorch functions
-        are used."""
-        return self.training and self.weight.dim() == 2 and fused.suit_batch(x, len(self.weight))
+        are used. In evaluation mode, the kernels compute no gradients."""
+        known = self.training or not torch.is_grad_enabled()
+        return known and self.weight.dim() == 2 and fused.suit_batch(x, len(self.weight))
 
     def activated(self, x: Tensor, add: Tensor | None, slope: float) -> Tensor:
         """Returns activation(norm(x) + add), computed by ssfl's GPU kernels in one pass over the images. The
-        activation is a leaky ReLU with this negative `slope`; 0 is ReLU, and 1 is none. Updates the running
-        statistics."""
-        y, mean, var = fused.batch_norm(x, self.weight, self.bias, add, self.eps, slope)
-        self._follow(mean.detach(), var.detach(), x.numel() // mean.numel())
+        activation is a leaky ReLU with this negative `slope`; 0 is ReLU, and 1 is none. In training mode, it
+        updates the running statistics."""
+        running = self.running_mean, self.running_var
+        if not self.training:
+            return fused.batch_norm_fixed(x, self.weight, self.bias, add, *running, self.eps, slope)  # type: ignore[no-any-return]
+        y, _, _, mean, var = fused.batch_norm(
+            x, self.weight, self.bias, add, *running, self.momentum, self.eps, slope
+        )
+        self.running_mean, self.running_var = mean.detach(), var.detach()
         return y  # type: ignore[no-any-return]
 
 

@@ -97,6 +97,8 @@ class ResNet18(nn.Module):
 
     def __init__(self, classes: int, shape: tuple[int, int, int], norm: str) -> None:
         super().__init__()
+        self.in_kernels = norm != "none"
+        """Whether ssfl's GPU kernels do nearly all its work, so that there is little to compile."""
         self.conv = Conv2d(shape[0], 64, 3, 1, 1, bias=False)
         self.norm = normalisation(norm, 64)
         widths = [64, 64, 64, 128, 128, 256, 256, 512, 512]
@@ -190,6 +192,7 @@ class WideResNet(nn.Module):
 
     def __init__(self, classes: int, shape: tuple[int, int, int], norm: str) -> None:
         super().__init__()
+        self.in_kernels = norm != "none"
         self.conv = Conv2d(shape[0], 16, 3, 1, 1, bias=False)
         blocks: list[nn.Module] = []
         for inputs, outputs, stride in [(16, 32, 1), (32, 64, 2), (64, 128, 2)]:

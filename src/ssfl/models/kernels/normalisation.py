@@ -75,9 +75,17 @@ def _(
     grad: Tensor, x: Tensor, y: Tensor, weight: Tensor, bias: Tensor,
     groups: int, eps: float, slope: float, added: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    return _like_grads(x, weight, bias, added)
+
+
+def _like_grads(
+    x: Tensor, weight: Tensor, bias: Tensor, added: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns tensors with the shapes of the gradients of x, the added tensor, weight and bias, for torch's
+    compiler."""
     to_x, to_add = (x.new_empty(x.shape[0], *x.shape[2:], x.shape[1]).movedim(-1, -3) for _ in range(2))
-    per_image = (x.new_empty(x.shape[:2], dtype=torch.float32) for _ in range(2))
-    return (to_x, to_add if added else x.new_empty(0), *per_image)  # type: ignore[return-value]
+    parameters = (each.new_empty(each.shape) for each in (weight, bias))
+    return (to_x, to_add if added else x.new_empty(0), *parameters)  # type: ignore[return-value]
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -89,8 +97,7 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, y, weight, bias = ctx.saved_tensors
     to_x, to_add, scale, shift = _grad(grad, x, y, weight, bias, ctx.groups, ctx.eps, ctx.slope, ctx.added)
-    per_model = [each.unflatten(0, (len(weight), -1)).sum(1).to(weight.dtype) for each in (scale, shift)]
-    return to_x, *per_model, to_add if ctx.added else None, None, None, None
+    return to_x, scale, shift, to_add if ctx.added else None, None, None, None
 
 
 group_norm.register_autograd(_backward, setup_context=_remember)
@@ -111,29 +118,58 @@ def offsets_fit(x: Tensor, models: int) -> bool:
 
 @torch.library.custom_op("ssfl::batch_norm", mutates_args=())
 def batch_norm(
-    x: Tensor, weight: Tensor, bias: Tensor, add: Tensor | None, eps: float, slope: float
-) -> tuple[Tensor, Tensor, Tensor]:
+    x: Tensor, weight: Tensor, bias: Tensor, add: Tensor | None, running_mean: Tensor, running_var: Tensor,
+    momentum: float, eps: float, slope: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns max(y, slope · y), where y = batch_norm(x) + add, for n models at once: batch normalisation,
     addition and activation. Images are [n · B, C, H, W]; weight and bias are [n, C]. If `add` is None,
     nothing is added. `eps` is the constant that is added to the variance.
 
-    Also returns the mean and the variance of each model's channels, [n, C] each, for the running statistics.
-    No gradient flows through these two.
+    Also returns the mean and the variance of each model's channels, and the new running mean and variance,
+    [n, C] each. `momentum` is the weight of this batch in the running statistics. No gradient flows through
+    these four.
     """
     from ssfl.models.kernels import triton_batch
 
     images, summand = pixels_first(x), None if add is None else pixels_first(add)
-    mean, var = triton_batch.statistics(images, len(weight))
+    mean, var, new_mean, new_var = triton_batch.statistics(
+        images, running_mean.contiguous(), running_var.contiguous(), momentum
+    )
     out = triton_batch.forward(images, mean, var, weight.contiguous(), bias.contiguous(), summand, eps, slope)
-    return out.movedim(-1, -3), mean, var
+    return out.movedim(-1, -3), mean, var, new_mean, new_var
 
 
 @batch_norm.register_fake
 def _(
-    x: Tensor, weight: Tensor, bias: Tensor, add: Tensor | None, eps: float, slope: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    mean, var = (x.new_empty(weight.shape, dtype=torch.float32) for _ in range(2))
-    return x.new_empty(x.shape[0], *x.shape[2:], x.shape[1]).movedim(-1, -3), mean, var
+    x: Tensor, weight: Tensor, bias: Tensor, add: Tensor | None, running_mean: Tensor, running_var: Tensor,
+    momentum: float, eps: float, slope: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    each = (x.new_empty(weight.shape, dtype=torch.float32) for _ in range(4))
+    return (x.new_empty(x.shape[0], *x.shape[2:], x.shape[1]).movedim(-1, -3), *each)  # type: ignore[return-value]
+
+
+@torch.library.custom_op("ssfl::batch_norm_fixed", mutates_args=())
+def batch_norm_fixed(
+    x: Tensor, weight: Tensor, bias: Tensor, add: Tensor | None, mean: Tensor, var: Tensor,
+    eps: float, slope: float,
+) -> Tensor:  # fmt: skip
+    """Returns the same as `batch_norm`, but normalises with the given mean and variance, [n, C] each, as in
+    evaluation mode. It has no gradient."""
+    from ssfl.models.kernels import triton_batch
+
+    out = triton_batch.forward(
+        pixels_first(x), mean.contiguous(), var.contiguous(), weight.contiguous(), bias.contiguous(),
+        None if add is None else pixels_first(add), eps, slope,
+    )  # fmt: skip
+    return out.movedim(-1, -3)
+
+
+@batch_norm_fixed.register_fake
+def _(
+    x: Tensor, weight: Tensor, bias: Tensor, add: Tensor | None, mean: Tensor, var: Tensor,
+    eps: float, slope: float,
+) -> Tensor:  # fmt: skip
+    return x.new_empty(x.shape[0], *x.shape[2:], x.shape[1]).movedim(-1, -3)
 
 
 @torch.library.custom_op("ssfl::batch_norm_grad", mutates_args=())
@@ -155,14 +191,13 @@ def _(
     grad: Tensor, x: Tensor, y: Tensor, mean: Tensor, var: Tensor, weight: Tensor, bias: Tensor,
     eps: float, slope: float, added: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    to_x, to_add = (x.new_empty(x.shape[0], *x.shape[2:], x.shape[1]).movedim(-1, -3) for _ in range(2))
-    return to_x, to_add if added else x.new_empty(0), torch.empty_like(mean), torch.empty_like(mean)
+    return _like_grads(x, weight, bias, added)
 
 
-def _remember_batch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    x, weight, bias, add, ctx.eps, ctx.slope = inputs
+def _remember_batch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, weight, bias, add, *_, ctx.eps, ctx.slope = inputs
     ctx.added = add is not None
-    ctx.save_for_backward(x, weight, bias, *output)
+    ctx.save_for_backward(x, weight, bias, *output[:3])
 
 
 def _batch_backward(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -170,7 +205,7 @@ def _batch_backward(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Tensor |
     to_x, to_add, scale, shift = _batch_grad(
         grad, x, y, mean, var, weight, bias, ctx.eps, ctx.slope, ctx.added
     )
-    return to_x, scale.to(weight.dtype), shift.to(bias.dtype), to_add if ctx.added else None, None, None
+    return to_x, scale, shift, to_add if ctx.added else None, None, None, None, None, None
 
 
 batch_norm.register_autograd(_batch_backward, setup_context=_remember_batch)

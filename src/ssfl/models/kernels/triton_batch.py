@@ -47,16 +47,24 @@ def _moments(x, out, rows, chunk, C: tl.constexpr, BR: tl.constexpr, BC: tl.cons
 
 
 @triton.jit(do_not_specialize=["rows", "parts"])
-def _statistics(x, sums, mean, var, rows, parts, C: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr):
+def _statistics(
+    x, sums, mean, var, running_mean, running_var, new_mean, new_var, rows, parts, momentum,
+    C: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
     """Writes the mean and the variance of each channel of a model, computed from the partial sums that
-    `_moments` wrote."""
+    `_moments` wrote. Also writes the new running mean and variance, as torch's BatchNorm computes them."""
     model = tl.program_id(1).to(tl.int64)
     c = tl.program_id(0) * BC + tl.arange(0, BC)
     level = tl.load(x + model * rows * C + c).to(tl.float32)
     one, two = _added(sums, model, c, parts, C, BP, BC)
-    one, two = one / rows, two / rows
-    tl.store(mean + model * C + c, level + one)
-    tl.store(var + model * C + c, tl.maximum(two - one * one, 0.0))
+    one, two = level + one / rows, tl.maximum(two / rows - (one / rows) * (one / rows), 0.0)
+    at = model * C + c
+    tl.store(mean + at, one)
+    tl.store(var + at, two)
+    unbiased = two * (rows / tl.maximum(rows - 1, 1))
+    before_mean, before_var = tl.load(running_mean + at), tl.load(running_var + at)
+    tl.store(new_mean + at, before_mean + momentum * (one - before_mean))
+    tl.store(new_var + at, before_var + momentum * (unbiased - before_var))
 
 
 @triton.jit
@@ -87,7 +95,8 @@ def _forward(
     tile = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         summand = tl.load(add + place, mask=inside, other=0.0).to(tl.float32)
-    scale = tl.load(weight + model * C + c).to(tl.float32) / tl.sqrt(tl.load(var + model * C + c) + eps)
+    spread = tl.sqrt(tl.maximum(tl.load(var + model * C + c), 0.0) + eps)
+    scale = tl.load(weight + model * C + c).to(tl.float32) / spread
     shift = tl.load(bias + model * C + c).to(tl.float32) - tl.load(mean + model * C + c) * scale
     tile = tile * scale[None, :] + shift[None, :]
     if ADD:
@@ -137,17 +146,21 @@ def _grad_sums(
 
 
 @triton.jit(do_not_specialize=["parts"])
-def _sums(sums, to_bias, to_weight, parts, C: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr):
-    model = tl.program_id(1).to(tl.int64)
+def _sums(sums, totals, to_bias, to_weight, parts, C: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr):
+    """Writes the gradients of bias and weight, and the same numbers as float32 to `totals` [2, n, C]."""
+    model, every = tl.program_id(1).to(tl.int64), tl.num_programs(1) * C
     c = tl.program_id(0) * BC + tl.arange(0, BC)
     one, two = _added(sums, model, c, parts, C, BP, BC)
-    tl.store(to_bias + model * C + c, one)
-    tl.store(to_weight + model * C + c, two)
+    at = model * C + c
+    tl.store(totals + at, one)
+    tl.store(totals + every + at, two)
+    tl.store(to_bias + at, one.to(to_bias.dtype.element_ty))
+    tl.store(to_weight + at, two.to(to_weight.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _backward(
-    grad, x, mean, var, weight, bias, to_bias, to_weight, to_x, rows, eps, slope,
+    grad, x, mean, var, weight, bias, totals, to_x, rows, eps, slope,
     C: tl.constexpr, MASK: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     model = tl.program_id(2).to(tl.int64)
@@ -164,7 +177,8 @@ def _backward(
     if MASK == 1:
         shift = tl.load(bias + at).to(tl.float32)
         g = tl.where(tile * w[None, :] + shift[None, :] > 0, g, g * slope)
-    level, along = tl.load(to_bias + at) / rows, tl.load(to_weight + at) / rows
+    every = tl.num_programs(2) * C
+    level, along = tl.load(totals + at) / rows, tl.load(totals + every + at) / rows
     grad_x = (g - level[None, :] - tile * along[None, :]) * (w * even)[None, :]
     tl.store(to_x + place, grad_x.to(to_x.dtype.element_ty), mask=inside)
 
@@ -183,22 +197,25 @@ def _parts(rows: int, models: int, channels: int, wide: int, tall: int) -> tuple
     return triton.cdiv(rows, chunk), chunk
 
 
-def statistics(x: Tensor, models: int) -> tuple[Tensor, Tensor]:
-    """Returns the mean and the variance of each channel of n models over their images [n · B, H, W, C], [n,
-    C] each."""
-    channels = x.shape[3]
+def statistics(
+    x: Tensor, running_mean: Tensor, running_var: Tensor, momentum: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns the mean and the variance of each channel of n models over their images [n · B, H, W, C], and
+    the new running mean and variance, [n, C] each. `momentum` is the weight of the images in these."""
+    models, channels = running_mean.shape
     rows = x.numel() // (models * channels)
     wide = _wide(channels, 64)
     tall = HELD // wide
     parts, chunk = _parts(rows, models, channels, wide, tall)
     sums = x.new_empty(models, parts, 2, channels, dtype=torch.float32)
-    mean, var = (x.new_empty(models, channels, dtype=torch.float32) for _ in range(2))
+    mean, var, new_mean, new_var = (torch.empty_like(running_mean) for _ in range(4))
     _moments[(channels // wide, parts, models)](x, sums, rows, chunk, channels, tall, wide, num_warps=4)
     narrow = _wide(channels, 16)
     _statistics[(channels // narrow, models)](
-        x, sums, mean, var, rows, parts, channels, TOGETHER, narrow, num_warps=4
-    )
-    return mean, var
+        x, sums, mean, var, running_mean, running_var, new_mean, new_var, rows, parts, momentum,
+        channels, TOGETHER, narrow, num_warps=4,
+    )  # fmt: skip
+    return mean, var, new_mean, new_var
 
 
 def forward(
@@ -206,7 +223,8 @@ def forward(
     eps: float, slope: float,
 ) -> Tensor:  # fmt: skip
     """Returns activation(norm(x) + add) for images x [n · B, H, W, C], given the mean and variance of each
-    model's channels, [n, C]. The activation is a leaky ReLU with this negative slope."""
+    model's channels, [n, C]. A negative variance counts as 0. The activation is a leaky ReLU with this
+    negative slope."""
     models, channels = weight.shape
     rows, wide = x.numel() // weight.numel(), _wide(channels, 64)
     tall = HELD // wide
@@ -231,7 +249,8 @@ def backward(
     to_x = torch.empty_like(x)
     to_add = torch.empty_like(x) if added else x.new_empty(0)
     sums = x.new_empty(models, parts, 2, channels, dtype=torch.float32)
-    to_weight, to_bias = (x.new_empty(models, channels, dtype=torch.float32) for _ in range(2))
+    totals = x.new_empty(2, models, channels, dtype=torch.float32)
+    to_weight, to_bias = torch.empty_like(weight), torch.empty_like(bias)
     # the sign of the activation's input is (0) not needed, (1) computed again, or (2) read from y
     mask = 0 if slope == 1 else 2 if added else 1
     _grad_sums[(channels // wide, parts, models)](
@@ -240,11 +259,11 @@ def backward(
     )  # fmt: skip
     narrow = _wide(channels, 16)
     _sums[(channels // narrow, models)](
-        sums, to_bias, to_weight, parts, channels, TOGETHER, narrow, num_warps=4
+        sums, totals, to_bias, to_weight, parts, channels, TOGETHER, narrow, num_warps=4
     )
     tall = HELD // wide
     _backward[(triton.cdiv(rows, tall), channels // wide, models)](
-        to_add if added else grad, x, mean, var, weight, bias, to_bias, to_weight, to_x, rows, eps, slope,
+        to_add if added else grad, x, mean, var, weight, bias, totals, to_x, rows, eps, slope,
         channels, mask % 2, tall, wide, num_warps=4,
     )  # fmt: skip
     return to_x, to_add, to_weight, to_bias

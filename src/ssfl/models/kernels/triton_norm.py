@@ -204,6 +204,26 @@ def _backward_twice(
         tl.store(to_x + place, grad_x.to(to_x.dtype.element_ty), mask=real)
 
 
+@triton.jit(do_not_specialize=["images"])
+def _over_images(
+    scale, shift, to_weight, to_bias, images, C: tl.constexpr, BI: tl.constexpr, BC: tl.constexpr
+):
+    """Writes the gradients of a model's weight and bias: the sums of `scale` and `shift` [n · B, C] over its
+    images."""
+    model = tl.program_id(1).to(tl.int64)
+    c = tl.program_id(0) * BC + tl.arange(0, BC)
+    one = tl.zeros((BI, BC), dtype=tl.float32)
+    two = tl.zeros((BI, BC), dtype=tl.float32)
+    for start in range(0, images, BI):
+        i = start + tl.arange(0, BI)
+        place = (model * images + i)[:, None] * C + c[None, :]
+        inside = (i < images)[:, None]
+        one += tl.load(scale + place, mask=inside, other=0.0)
+        two += tl.load(shift + place, mask=inside, other=0.0)
+    tl.store(to_weight + model * C + c, tl.sum(one, 0).to(to_weight.dtype.element_ty))
+    tl.store(to_bias + model * C + c, tl.sum(two, 0).to(to_bias.dtype.element_ty))
+
+
 def _tiles(shape: torch.Size, groups: int, added: bool, back: bool) -> tuple[int, int, int]:
     """Returns the size of the tile that a Triton program holds: its pixels, its channels, and its number of
     warps.
@@ -247,18 +267,23 @@ def backward(
     grad: Tensor, x: Tensor, y: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float, slope: float,
     added: bool, tile: tuple[int, int, int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Returns the gradients of x, of the added tensor (empty unless `added`), and of weight and bias for each
-    image, [n · B, C] each. `grad` is the gradient of the output y. `tile` overrides the result of `_tiles`,
-    for measurements."""
+    """Returns the gradients of x, of the added tensor (empty unless `added`), and of weight and bias, [n, C]
+    each. `grad` is the gradient of the output y. `tile` overrides the result of `_tiles`, for
+    measurements."""
     pixels, channels = x.shape[1] * x.shape[2], x.shape[3]
     tall, wide, warps = _tiles(x.shape, groups, added, True)
     tall, wide, warps = tile or (tall, wide, warps)
     to_x = torch.empty_like(x)
     to_add = torch.empty_like(x) if added else x.new_empty(0)
-    to_weight, to_bias = (x.new_empty(len(x), channels, dtype=torch.float32) for _ in range(2))
+    scale, shift = (x.new_empty(len(x), channels, dtype=torch.float32) for _ in range(2))
     mask = 0 if slope == 1 else 2 if added else 1
     (_backward if tall >= pixels else _backward_twice)[(len(x), channels // wide)](
-        grad, x, y, weight, bias, to_x, to_add, to_weight, to_bias, len(x) // len(weight), pixels, eps, slope,
+        grad, x, y, weight, bias, to_x, to_add, scale, shift, len(x) // len(weight), pixels, eps, slope,
         channels, channels // groups, added, mask, tall, wide, num_warps=warps,
     )  # fmt: skip
+    to_weight, to_bias = torch.empty_like(weight), torch.empty_like(bias)
+    narrow = min(channels, 16)
+    _over_images[(channels // narrow, len(weight))](
+        scale, shift, to_weight, to_bias, len(x) // len(weight), channels, 64, narrow, num_warps=4
+    )
     return to_x, to_add, to_weight, to_bias
