@@ -159,9 +159,11 @@ def protocol(contest: dict[str, Any]) -> str:
     steps = f"T = {federation['period']}"
     if federation.get("local_epochs"):
         steps = f"{federation['local_epochs']:g} local epochs"
+    norm = "without" if model["norm"] == "none" else f"with {model['norm']}"
+    name = data["name"] or f"{contest['source']} (`{Path(data['path']).name}`)"
     return (
-        f"{data['name'] or data['path']}: {split['server_labels']:,} labels, K = {split['users']}, "
-        f"C = {federation['participants']}, {dealt}; network `{model['name']}` with {model['norm']} "
+        f"{name}: {split['server_labels']:,} labels, K = {split['users']}, "
+        f"C = {federation['participants']}, {dealt}; network `{model['name']}` {norm} "
         f"normalisation; {steps}, B = {train['batch_size']}, {one['images'] / 1e6:.3g} million user images"
     )
 
@@ -176,6 +178,8 @@ def _table(contests: Sequence[tuple[str, dict[str, Any]]]) -> str:
         one = row.standing
         mean = "diverged" if one["mean"] is None else f"{one['mean']:.2f}"
         mean += "" if one["deviation"] is None else f" ± {one['deviation']:.2f}"
+        if one["diverged"] and one["mean"] is not None:
+            mean += f" (without {one['diverged']} diverged)"
         lost = one["collapsed"] + one["diverged"]
         millions = [f"{one[key] / 1e6:.3g}" for key in ("images", "passes", "server_images")]
         chosen = ", ".join(option.partition(".")[2] for option in one["options"]) or "–"

@@ -165,11 +165,12 @@ class Fleet:
         self.tell(f"refused: {name} sent {why}")
 
     def cut(self, name: str, times: float) -> None:
-        """Reports that a site's update was scaled down, because its norm was `times` times the usual norm."""
+        """Reports that a site's update was scaled down, because it was `times` times as long as allowed (see
+        `GateResult.times`)."""
         self._limited(
             name,
             "cut",
-            f"an update whose norm is {times:.3g} times the usual norm, so the update was scaled down",
+            f"an update that is {times:.3g} times as long as the gate allows, so it was scaled down",
         )
 
     def weakened(self, name: str, weight: float) -> None:

@@ -64,8 +64,8 @@ class GateResult:
     """The usual length of an update in this round: the median norm over the accepted users. It is limited to
     twice the largest usual length of the remembered rounds."""
     times: list[float]
-    """For each of the n models, the norm of its update before shortening, as a multiple of the usual length
-    (the median over users), or of its own norm after shortening if that is more."""
+    """For each of the n models, how many times as long as allowed its update is. This is the norm of the
+    update, divided by the usual length or by its norm after shortening, whichever gives more."""
     weights: Tensor
     """[n]: the weight of each model in the average, from 0 to 1. Refused models have weight 1 here, but the
     caller leaves them out of the average."""

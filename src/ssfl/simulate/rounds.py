@@ -62,9 +62,8 @@ class Log:
     refused: dict[int, str] = field(default_factory=dict)
     """The users whose models the gate refused. Maps a user's position in the cohort to the reason."""
     cut: dict[int, float] = field(default_factory=dict)
-    """The users whose updates were more than three times as long as usual, and which the gate shortened but
-    did not refuse. Maps a user's position in the cohort to the norm of its update, as a multiple of the usual
-    norm (the median over users)."""
+    """The users whose updates were more than three times as long as allowed, and which the gate shortened but
+    did not refuse. Maps a user's position in the cohort to this multiple (see `GateResult.times`)."""
     usual: Tensor | None = None
     """The usual norm of an update in this round (the median over users); None if the gate is off."""
     trust: Tensor | None = None
