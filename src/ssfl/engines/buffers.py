@@ -185,7 +185,7 @@ def sgd_by_kernels(
 
     for name, gradient in gradients.items():
         weight = buffers.weights[name]
-        if gradient.stride() != weight.stride():
+        if not _same_format(gradient, weight):
             gradient = torch.empty_like(weight, dtype=gradient.dtype).copy_(gradient)
         triton_sgd.update(
             weight, buffers.velocity[name], gradient, buffers.narrow[name] if buffers.rounded else None,
@@ -195,11 +195,22 @@ def sgd_by_kernels(
     _end_step(buffers, statistics, metrics)
 
 
+def _same_format(one: Tensor, other: Tensor) -> bool:
+    """Returns whether two tensors of the same shape have the same memory format. The stride of a dimension of
+    size 1 does not matter."""
+    strides = zip(one.shape, one.stride(), other.stride(), strict=True)
+    return all(a == b for size, a, b in strides if size > 1)
+
+
 def _end_step(buffers: StepBuffers, statistics: Named, metrics: Named) -> None:
     """Writes the new running statistics, adds the metrics to their sums, and counts the step."""
     busy = buffers.busy
-    for name, value in buffers.statistics.items():
-        buffers.write(value, statistics[name])
+    old, new = list(buffers.statistics.values()), [statistics[name] for name in buffers.statistics]
+    if old and busy is None:
+        torch._foreach_copy_(old, new)  # few kernels on a GPU for many small tensors
+    else:
+        for buffer, value in zip(old, new, strict=True):
+            buffers.write(buffer, value)
     for name, total in buffers.metrics.items():
         total.add_(metrics[name] if busy is None else torch.where(busy, metrics[name], 0.0))
     buffers.step.add_(1)

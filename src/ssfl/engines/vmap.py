@@ -34,7 +34,7 @@ from ssfl.engines.work import (
 )
 from ssfl.errors import SsflWarning
 from ssfl.federation import Method
-from ssfl.models.kernels import convolution
+from ssfl.models.kernels import convolution, launching
 
 IN_KERNELS = 128 * 128
 """The largest number of pixels for which GPU kernels do nearly all the work of some networks (`in_kernels`).
@@ -356,6 +356,8 @@ class Vmap:
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
+                if convolution.usable():
+                    launching.compile_ahead(lambda: self._step(buffers, probabilities))
                 for _ in range(2):
                     buffers.step.zero_()
                     self._step(buffers, probabilities)

@@ -196,6 +196,7 @@ def _(
 
 def _remember_batch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, weight, bias, add, *_, ctx.eps, ctx.slope = inputs
+    ctx.set_materialize_grads(False)  # no zeros as gradients of the statistics
     ctx.added = add is not None
     ctx.save_for_backward(x, weight, bias, *output[:3])
 

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ssfl.models.kernels.launching import launch
+
 PROGRAMS = 1056
 """How many Triton programs (blocks of GPU threads) keep a large GPU busy: eight for each of its 132
 multiprocessors."""
@@ -209,9 +211,13 @@ def statistics(
     parts, chunk = _parts(rows, models, channels, wide, tall)
     sums = x.new_empty(models, parts, 2, channels, dtype=torch.float32)
     mean, var, new_mean, new_var = (torch.empty_like(running_mean) for _ in range(4))
-    _moments[(channels // wide, parts, models)](x, sums, rows, chunk, channels, tall, wide, num_warps=4)
+    launch(
+        _moments, (channels // wide, parts, models),
+        x, sums, rows, chunk, channels, tall, wide, num_warps=4,
+    )  # fmt: skip
     narrow = _wide(channels, 16)
-    _statistics[(channels // narrow, models)](
+    launch(
+        _statistics, (channels // narrow, models),
         x, sums, mean, var, running_mean, running_var, new_mean, new_var, rows, parts, momentum,
         channels, TOGETHER, narrow, num_warps=4,
     )  # fmt: skip
@@ -229,7 +235,8 @@ def forward(
     rows, wide = x.numel() // weight.numel(), _wide(channels, 64)
     tall = HELD // wide
     y = torch.empty_like(x)
-    _forward[(triton.cdiv(rows, tall), channels // wide, models)](
+    launch(
+        _forward, (triton.cdiv(rows, tall), channels // wide, models),
         x, mean, var, weight, bias, x if add is None else add, y, rows, eps, slope,
         channels, add is not None, tall, wide, num_warps=4,
     )  # fmt: skip
@@ -253,16 +260,19 @@ def backward(
     to_weight, to_bias = torch.empty_like(weight), torch.empty_like(bias)
     # the sign of the activation's input is (0) not needed, (1) computed again, or (2) read from y
     mask = 0 if slope == 1 else 2 if added else 1
-    _grad_sums[(channels // wide, parts, models)](
+    launch(
+        _grad_sums, (channels // wide, parts, models),
         grad, x, y, mean, var, weight, bias, to_add, sums, rows, chunk, eps, slope,
         channels, added, mask, tall, wide, num_warps=4,
     )  # fmt: skip
     narrow = _wide(channels, 16)
-    _sums[(channels // narrow, models)](
-        sums, totals, to_bias, to_weight, parts, channels, TOGETHER, narrow, num_warps=4
-    )
+    launch(
+        _sums, (channels // narrow, models),
+        sums, totals, to_bias, to_weight, parts, channels, TOGETHER, narrow, num_warps=4,
+    )  # fmt: skip
     tall = HELD // wide
-    _backward[(triton.cdiv(rows, tall), channels // wide, models)](
+    launch(
+        _backward, (triton.cdiv(rows, tall), channels // wide, models),
         to_add if added else grad, x, mean, var, weight, bias, totals, to_x, rows, eps, slope,
         channels, mask % 2, tall, wide, num_warps=4,
     )  # fmt: skip

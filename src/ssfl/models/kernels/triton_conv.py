@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ssfl.models.kernels import triton_tma
+from ssfl.models.kernels.launching import launch
 
 PROGRAMS = 528
 """How many Triton programs (blocks of GPU threads) keep a large GPU busy. A sum over pixels is split into
@@ -217,7 +218,8 @@ def first(x: Tensor, w: Tensor, bias: Tensor | None, stride: int, padding: int, 
     images = len(x) // models
     y = x.new_empty(len(x), *size, outputs)
     count, wide = images * size[0] * size[1], _tile(outputs, 64)
-    _first[(triton.cdiv(count, 128), outputs // wide, models)](
+    launch(
+        _first, (triton.cdiv(count, 128), outputs // wide, models),
         x, w, w if bias is None else bias.contiguous(), y, count, x.shape[2], x.shape[3], size[0], size[1],
         images * channels * x.shape[2] * x.shape[3], w.stride(0), count * outputs,
         stride, padding, kernel, channels, outputs, bias is not None, relu, 128, wide, num_warps=4,
@@ -262,7 +264,8 @@ def _launch(
     tall, wide, deep, warps, stages = _product_tiles(outputs, channels)
     pixels = images * -(-size[0] // up) * -(-size[1] // up)
     stages = _stages(stages, x.device)
-    _correlate[(triton.cdiv(pixels, tall), outputs // wide, models * up * up)](
+    launch(
+        _correlate, (triton.cdiv(pixels, tall), outputs // wide, models * up * up),
         x, w, w if bias is None else bias.contiguous(), y if output is None else output, y,
         images, x.shape[1], x.shape[2], size[0], size[1],
         images * x.shape[1] * x.shape[2] * channels, w.stride(0), images * size[0] * size[1] * outputs,
@@ -317,7 +320,8 @@ def _filters_grad(
     chunk = triton.cdiv(triton.cdiv(count, parts), deep) * deep
     shape = (models, outputs, length)
     out = grad.new_empty(shape) if parts == 1 else grad.new_empty(parts, *shape, dtype=torch.float32)
-    _filters[(tiles, parts, models)](
+    launch(
+        _filters, (tiles, parts, models),
         grad, x, out, count, chunk, high, broad, height, width,
         count * outputs, images * high * broad * channels, outputs * length, models * outputs * length,
         stride, padding, kernel, channels, outputs, few, bias,

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ssfl.models.kernels.launching import launch
+
 LARGE = 1024
 """An image with at least this many pixels is called large, and uses other tile sizes. The number of pixels is
 first rounded up to a power of two."""
@@ -256,7 +258,8 @@ def forward(
     tall, wide, warps = _tiles(x.shape, groups, add is not None, False)
     tall, wide, warps = tile or (tall, wide, warps)
     y = torch.empty_like(x)
-    (_forward if tall >= pixels else _forward_twice)[(len(x), channels // wide)](
+    launch(
+        _forward if tall >= pixels else _forward_twice, (len(x), channels // wide),
         x, weight, bias, x if add is None else add, y, len(x) // len(weight), pixels, eps, slope,
         channels, channels // groups, add is not None, tall, wide, num_warps=warps,
     )  # fmt: skip
@@ -277,13 +280,15 @@ def backward(
     to_add = torch.empty_like(x) if added else x.new_empty(0)
     scale, shift = (x.new_empty(len(x), channels, dtype=torch.float32) for _ in range(2))
     mask = 0 if slope == 1 else 2 if added else 1
-    (_backward if tall >= pixels else _backward_twice)[(len(x), channels // wide)](
+    launch(
+        _backward if tall >= pixels else _backward_twice, (len(x), channels // wide),
         grad, x, y, weight, bias, to_x, to_add, scale, shift, len(x) // len(weight), pixels, eps, slope,
         channels, channels // groups, added, mask, tall, wide, num_warps=warps,
     )  # fmt: skip
     to_weight, to_bias = torch.empty_like(weight), torch.empty_like(bias)
     narrow = min(channels, 16)
-    _over_images[(channels // narrow, len(weight))](
-        scale, shift, to_weight, to_bias, len(x) // len(weight), channels, 64, narrow, num_warps=4
-    )
+    launch(
+        _over_images, (channels // narrow, len(weight)),
+        scale, shift, to_weight, to_bias, len(x) // len(weight), channels, 64, narrow, num_warps=4,
+    )  # fmt: skip
     return to_x, to_add, to_weight, to_bias

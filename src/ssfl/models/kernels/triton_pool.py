@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ssfl.models.kernels import triton_tma
+from ssfl.models.kernels.launching import launch
 
 TILE = triton_tma.Tile(256, 64, 32, 4, 4)
 """The tile of a program, as for this convolution without pooling (results/kernels-h200.json)."""
@@ -116,7 +117,8 @@ def pooled(x: Tensor, w: Tensor, bias: Tensor, keep: Tensor | None) -> tuple[Ten
     deep = min(channels & -channels, TILE.channels)
     box = triton_tma.box_shape(TILE.pixels, 2 * height, 2 * width)
     down, across = triton.cdiv(2 * height, box[1]), triton.cdiv(2 * width, box[2])
-    _pooled[(triton.cdiv(images, box[0]) * down * across, outputs // TILE.outputs, models)](
+    launch(
+        _pooled, (triton.cdiv(images, box[0]) * down * across, outputs // TILE.outputs, models),
         triton_tma.pixel_boxes(x, 1, box, deep),
         triton_tma.matrix_tiles(w, models * outputs, [TILE.outputs, deep]),
         bias.contiguous(), bias if keep is None else keep.contiguous(), y, largest, images, height, width,
@@ -134,7 +136,8 @@ def spread(grad: Tensor, largest: Tensor, keep: Tensor | None) -> tuple[Tensor, 
     out = grad.new_empty(len(grad), 2 * height, 2 * width, outputs)
     to_bias = grad.new_empty(len(grad), outputs, dtype=torch.float32)
     wide = min(outputs & -outputs, 64)
-    _spread[(len(grad), outputs // wide)](
+    launch(
+        _spread, (len(grad), outputs // wide),
         grad, largest, grad if keep is None else keep.contiguous(), out, to_bias, height * width, width,
         outputs, keep is not None, NOBODY, PIXELS, wide, num_warps=4,
     )  # fmt: skip

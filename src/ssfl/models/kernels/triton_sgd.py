@@ -7,11 +7,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ssfl.models.kernels.launching import launch
+
 HELD = 2048
 """How many values a Triton program updates."""
 
 
-@triton.jit(do_not_specialize=["per_model", "models"])
+@triton.jit(do_not_specialize=["models"])
 def _update(
     weight, velocity, gradient, narrow, rates, step, taken, per_model, models, decay, momentum,
     MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, NARROW: tl.constexpr, TAKEN: tl.constexpr,
@@ -50,7 +52,8 @@ def update(
     """
     models = len(weight)
     per_model = weight.numel() // models
-    _update[(triton.cdiv(per_model, HELD), models)](
+    launch(
+        _update, (triton.cdiv(per_model, HELD), models),
         weight, velocity, gradient, weight if narrow is None else narrow, rates, step,
         step if taken is None else taken, per_model, models, decay, momentum,
         momentum != 0, nesterov, narrow is not None, taken is not None, HELD, num_warps=4,

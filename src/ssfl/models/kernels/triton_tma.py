@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ssfl.errors import SsflWarning
+from ssfl.models.kernels.launching import launch
 
 try:
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -310,7 +311,8 @@ def correlate(
     box = box_shape(tile.pixels, -(-size[0] // up), -(-size[1] // up))
     block = [tile.channels, tile.outputs] if flip else [tile.outputs, tile.channels]
     down, across = (triton.cdiv(-(-side // up), each) for side, each in zip(size, box[1:], strict=True))
-    _correlate[(triton.cdiv(images, box[0]) * down * across, outputs // tile.outputs, models * up * up)](
+    launch(
+        _correlate, (triton.cdiv(images, box[0]) * down * across, outputs // tile.outputs, models * up * up),
         pixel_boxes(x, stride, box, tile.channels), matrix_tiles(w, models * w.shape[1], block),
         w if bias is None else bias.contiguous(), y, images, size[0], size[1],
         images * size[0] * size[1] * outputs, stride, up, padding, kernel, channels, outputs,
@@ -346,7 +348,8 @@ def weights_grad(
     out = grad.new_empty(shape) if parts == 1 else grad.new_empty(parts, *shape, dtype=torch.float32)
     length = outputs * kernel * kernel * channels
     taps = kernel * kernel // 3 if row else kernel * kernel
-    _filters[((outputs // tile.outputs) * taps * (channels // tile.channels), parts, models)](
+    launch(
+        _filters, ((outputs // tile.outputs) * taps * (channels // tile.channels), parts, models),
         matrix_tiles(grad, len(grad) * height * width, [tile.pixels, tile.outputs])
         if flat
         else pixel_boxes(grad, 1, box, tile.outputs),
