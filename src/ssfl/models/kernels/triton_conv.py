@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ssfl.models.kernels import triton_tma
 from ssfl.models.kernels.launching import launch
+from ssfl.models.kernels.triton_sum import totals
 
 PROGRAMS = 528
 """How many Triton programs (blocks of GPU threads) keep a large GPU busy. A sum over pixels is split into
@@ -327,4 +328,4 @@ def _filters_grad(
         stride, padding, kernel, channels, outputs, few, bias,
         tall, wide, deep, num_warps=warps, num_stages=stages,
     )  # fmt: skip
-    return out if parts == 1 else out.sum(0).to(grad.dtype)
+    return out if parts == 1 else totals(out, grad.dtype)

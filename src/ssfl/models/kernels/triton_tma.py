@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ssfl.errors import SsflWarning
 from ssfl.models.kernels.launching import launch
+from ssfl.models.kernels.triton_sum import totals
 
 try:
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -358,4 +359,4 @@ def weights_grad(
         stride, padding, kernel, channels, outputs, *box, tile.outputs, tile.channels, row, flat, FAR,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    return out if parts == 1 else out.sum(0).to(grad.dtype)
+    return out if parts == 1 else totals(out, grad.dtype)
