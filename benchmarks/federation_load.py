@@ -112,7 +112,10 @@ def measured(count: int, cohort: int, rounds: int, idle: float, folder: Path) ->
         link.running(folder / "link", ring, "127.0.0.1", port, known, 120.0, 4 * NUMBERS, notes.put) as grid,
     ):
         pid = child_of(os.getpid())
-        fleet = Fleet(grid, list(known), count, 120.0, 600.0, lines.append, notes)
+        fleet = Fleet(
+            grid=grid, names=list(known), needed=count, deadline=120.0, patience=600.0,
+            tell=lines.append, notes=notes,
+        )  # fmt: skip
         began, (cpu, _) = time.monotonic(), usage(pid)
         crowd = [
             subprocess.Popen(

@@ -3,6 +3,7 @@
 What goes wrong between processes is in test_deploy_faults.py.
 """
 
+import dataclasses
 import io
 import json
 import stat
@@ -26,6 +27,7 @@ from ssfl.config.loading import load_config
 from ssfl.config.settings import Config, FederationSettings
 from ssfl.core import outside
 from ssfl.deploy import centre, fleet, images, keys, site, view, wire
+from ssfl.deploy import sites as deploy_sites
 from ssfl.deploy.images import ImageFiles
 from ssfl.deploy.internals import NodeInfo, identity
 from ssfl.errors import ConfigError, DataError, RunError, SsflError
@@ -87,7 +89,7 @@ def hall(folders: Path) -> Iterator[Open]:
         sim, terms = centre.prepare(config)
         grid = Hall(there)
         settings = {"needed": 3, "deadline": 1.0, "patience": 0.5} | times
-        reached = fleet.Fleet(grid, list(NAMES), tell=lines.append, **settings)
+        reached = fleet.Fleet(grid=grid, names=list(NAMES), tell=lines.append, **settings)
         return centre.with_sites(sim, terms, reached), grid, lines
 
     with reproducible():
@@ -290,7 +292,7 @@ def test_terms_are_not_filled_up_with_a_sites_own_idea_of_the_method(folders: Pa
 def test_who_comes_back_before_it_was_missed_is_let_in_later(
     folders: Path, hall: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fleet, "SOON", 0.1)
+    monkeypatch.setattr(deploy_sites, "SOON", 0.1)
     made, grid, lines = hall(config_of(folders, []))
     assert len(made.fleet.gather()) == 3
     grid.sites[99] = grid.sites[55]  # bonn again, as a node of its own, while the old one still counts
@@ -386,10 +388,12 @@ def test_a_round_goes_on_with_a_quorum_and_names_who_is_missing(folders: Path, h
     (None, 1, 1), (None, 2, 2), (None, 3, 2), (None, 4, 3), (None, 10, 7), (1, 10, 1), (5, 3, 3),
 ])  # fmt: skip
 def test_the_quorum_is_two_thirds_and_at_least_two(quorum: int | None, sites: int, least: int) -> None:
-    made = fleet.Fleet(Hall({}), [], 10, 1.0, 1.0, print, quorum=quorum)
+    made = fleet.Fleet(
+        grid=Hall({}), names=[], needed=10, deadline=1.0, patience=1.0, tell=print, quorum=quorum
+    )
     assert made.least(sites) == least
     # whoever begins with fewer sites goes on with as few
-    assert fleet.Fleet(Hall({}), [], 1, 1.0, 1.0, print).least(3) == 1
+    assert dataclasses.replace(made, needed=1, quorum=None).least(3) == 1
 
 
 def test_too_few_sites_are_waited_for_but_not_for_ever(folders: Path, hall: Open) -> None:
@@ -437,7 +441,7 @@ def test_a_site_without_a_key_is_told_that_it_may_not_join(
     made.fleet.connected()
     if name == "bonn":  # the other bonn may be gone without the centre knowing it yet
         assert grid.sites[66].unfit is None
-        monkeypatch.setattr(fleet, "TAKEN", 0.0)
+        monkeypatch.setattr(deploy_sites, "TAKEN", 0.0)
         monkeypatch.setattr(made.fleet, "_rejected", {})
         made.fleet.connected()
     assert made.fleet.names == ["aachen", "bonn"]
@@ -489,7 +493,7 @@ def test_trouble_on_the_way_is_waited_out(folders: Path, hall: Open, monkeypatch
             return stock(*given)
 
         monkeypatch.setattr(grid, name, shaky)
-    monkeypatch.setattr(fleet, "SOON", 0.1)
+    monkeypatch.setattr(deploy_sites, "SOON", 0.1)
     assert len(made.fleet.gather(first=True)) == 3
     state, _ = played(made)
     assert same(state, simulated(config, folders))
@@ -569,7 +573,9 @@ def test_a_key_is_revoked_or_replaced(tmp_path: Path) -> None:
         keys.add(folder, name)
     lines: list[str] = []
     renewed: list[tuple[str, Any]] = []
-    there = fleet.Fleet(Hall({}), ["aachen", "bonn"], 2, 1.0, 1.0, lines.append)
+    there = fleet.Fleet(
+        grid=Hall({}), names=["aachen", "bonn"], needed=2, deadline=1.0, patience=1.0, tell=lines.append
+    )
     before = keys.sites(folder)
     watch = keys.Watch(folder, before, set(), there, lambda *given: renewed.append(given))
     watch.look()

@@ -26,7 +26,7 @@ from flwr.app import Error, Message
 
 import light
 from ssfl.deploy import connection, internals, keys, link, notes, port, request_filter
-from ssfl.deploy import fleet as fleets
+from ssfl.deploy import sites as deploy_sites
 from ssfl.deploy.fleet import Fleet
 from ssfl.deploy.port import LOG, network
 from ssfl.errors import SsflError
@@ -73,7 +73,10 @@ def scene(folder: Path, host: str = "127.0.0.1", names: Sequence[str] = SITES) -
     with link.running(
         folder / "link", ring, host, port, keys.sites(ring), 60.0, 4 * NUMBERS, told.put
     ) as grid:
-        fleet = Fleet(grid, list(names), len(names), 60.0, 60.0, lines.append, told, exclude=grid.exclude)
+        fleet = Fleet(
+            grid=grid, names=list(names), needed=len(names), deadline=60.0, patience=60.0, tell=lines.append,
+            notes=told, exclude=grid.exclude,
+        )  # fmt: skip
         with light.crowd(f"{host}:{port}", sites) as there:
             made = Scene(fleet, there, host, port, folder, lines)
             made.gathered()
@@ -455,7 +458,7 @@ def test_many_sites_are_let_in_and_cost_little_while_they_wait(tmp_path: Path) -
 def test_who_is_slow_to_say_its_name_holds_nobody_up_and_is_let_in_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fleets, "GREETING", 1.0)
+    monkeypatch.setattr(deploy_sites, "GREETING", 1.0)
     with scene(tmp_path) as made:
         held, name = threading.Event(), "bonn"
         made.crowd.over.set()

@@ -290,10 +290,10 @@ def serve(config: Config | None, path: Path, place: Place, again: bool, view: Fe
                 view.tell(f"new sites since this run began: {', '.join(sorted(new))}")
             if gone:
                 view.tell(f"excluded because they have no key: {', '.join(gone)}")
-            times = place.deadline, place.patience
             fleet = Fleet(
-                grid, names, needed, *times, view.tell, notes, grid.exclude, place.keys is None,
-                quorum=place.quorum, left_out=set(gone),
+                grid=grid, names=names, needed=needed, quorum=place.quorum, asked=place.keys is None,
+                deadline=place.deadline, patience=place.patience,
+                tell=view.tell, notes=notes, exclude=grid.exclude, left_out=set(gone),
             )  # fmt: skip
             if place.keys is not None:
                 fleet.look = keyring.Watch(place.keys, known, set(gone), fleet, grid.renew).look

@@ -1,5 +1,5 @@
-"""The sites as the centre sees them: which sites are connected, what they are sent, and which answers arrive
-in time.
+"""The rounds of a federation as the centre sees them: what the sites are sent, and which answers arrive in
+time.
 
 A round needs answers from a quorum of the sites. If too few sites answer, those that have not answered are
 asked again. A site's training depends only on the round and the model it is sent, not on when it is asked.
@@ -17,28 +17,14 @@ from flwr.app import ConfigRecord, RecordDict
 from torch import Tensor
 
 from ssfl.core.events import Event
-from ssfl.deploy import Tell, post, wire
-from ssfl.deploy.internals import NodeInfo
-from ssfl.deploy.keys import NAME, NAME_RULE
+from ssfl.deploy import post, wire
+from ssfl.deploy.sites import EXCLUDED, Sites
 from ssfl.errors import DataError, RunError
 
 LINE_EVERY = 10.0
 """Seconds between two output lines about missing sites."""
-GREETING = 10.0
-"""The centre asks new sites for their names. It stops waiting after this many seconds without an answer;
-later answers are still handled."""
-LATER = 30.0
-"""Seconds until the centre asks a site for its name again, if its answer was not valid."""
-SOON = 10.0
-"""Seconds until the centre asks a site for its name again, if the name was taken or the answer did not arrive
-completely. The other site of that name may have disconnected without the centre knowing it yet."""
-TAKEN = 30.0
-"""Seconds for which a site without a key, whose name is taken, is asked for its name again. Then it is told
-that the name is taken, and has to leave. A site with a key is asked again without a limit."""
 SHARE = 2 / 3
 """The default quorum, as a fraction of the sites that have joined."""
-EXCLUDED = "the centre has excluded this site after refusing three of its answers: ask its operator why"
-"""The text that an excluded site is sent."""
 FEWEST = 2
 """The smallest default quorum: with a single update there would be nothing to average. If there are fewer
 sites than this, the quorum is all of them."""
@@ -67,49 +53,25 @@ class Answers:
     times is listed twice."""
 
 
-@dataclass
-class Fleet:
-    """All sites of a federation as the centre sees them. It waits for sites, sends them models, and collects
-    their answers."""
+@dataclass(kw_only=True)
+class Fleet(Sites):
+    """The sites of a federation, to which the centre sends models. It waits for sites, and collects their
+    answers."""
 
-    grid: post.Exchange
-    """The connection to Flower that sends and receives messages."""
-    names: list[str]
-    """The names of the sites. Site `names[i]` is user i."""
-    needed: int
-    """How many sites the centre waits for before the first round."""
-    deadline: float
-    """How many seconds a site has to answer in a round."""
     patience: float
     """The run stops with an error if too few sites are connected for this many seconds, or if no site answers
     for this many seconds."""
-    tell: Tell
     notes: Queue[dict[str, Any]] = field(default_factory=Queue)
     """Reports from the process at the centre's port: refused requests, and numbers of bytes. Another thread
     puts them here."""
-    exclude: Callable[[Collection[int]], None] = lambda nodes: None
-    """A function that takes Flower's node numbers of excluded sites. It tells the process at the centre's
-    port to refuse the requests of these nodes."""
-    asked: bool = False
-    """Whether sites choose their own names. Otherwise each site is known by its key."""
     look: Callable[[], None] = lambda: None
     """Applies changes in the keys folder: keys that were replaced, removed or added."""
     quorum: int | None = None
     """How many sites must take part in a round. None: two thirds of the sites that have joined, within the
     bounds that `least` describes."""
-    images: dict[str, int] = field(default_factory=dict)
-    """The number of images that each site reports."""
-    doing: dict[str, str] = field(default_factory=dict)
-    """For each site, a text that says what the site is doing. The centre shows it on the terminal, in a table
-    of the sites."""
-    left_out: set[str] = field(default_factory=set)
-    """The names of the sites that are excluded from the run."""
     log: list[Event] = field(default_factory=list)
     """Events that have not yet been written to the run folder. They report refused messages, and updates that
     got a lower weight."""
-    _joined: set[str] = field(default_factory=set)
-    """The names of all sites that have connected at least once. The default quorum is a fraction of their
-    number."""
     _without: list[str] = field(default_factory=list)
     """The sites that were missing (not connected) at the last call of `_tell_missing`. If the same sites are
     missing at the next call, nothing is printed."""
@@ -118,23 +80,9 @@ class Fleet:
     _refused: dict[str, str] = field(default_factory=dict)
     """For each site, why one of its messages was refused. It is cleared after each attempt to collect
     models."""
-    _nodes: dict[int, str] = field(default_factory=dict)
-    """The name of the site behind each node. Flower numbers its nodes, and a site gets a new number when its
-    key changes."""
-    _greeted: dict[int, tuple[str, float]] = field(default_factory=dict)
-    """For each node that was asked for its name: the identifier of the message that asked, and the time until
-    which the node may answer (`time.monotonic`)."""
-    _rejected: dict[int, float] = field(default_factory=dict)
-    """For each node that may not join: the time before which the centre does not ask for its name again
-    (`time.monotonic`)."""
-    _taken: dict[int, float] = field(default_factory=dict)
-    """For each node that sent the name of another connected site: when the node first sent this name
-    (`time.monotonic`)."""
     _limits: dict[tuple[str, str], int] = field(default_factory=dict)
     """How often a site's update was limited, by the site's name and the kind of limit. "cut": the update was
     scaled down. "weakened": the update got a lower weight."""
-    _reached: bool = True
-    """Whether Flower's SuperLink answered at the last attempt. It is used to report a failure only once."""
 
     def least(self, sites: int) -> int:
         """Returns the quorum of `sites` sites: how many of them must be connected to start a round, and must
@@ -207,7 +155,7 @@ class Fleet:
                 if "up" in note:
                     self._traffic = note
                     continue
-                name = self._nodes.get(note["node"])
+                name = self.nodes.get(note["node"])
                 if note["lost"]:
                     lost.add(note["node"])
                 if name and note.get("broken"):
@@ -215,132 +163,6 @@ class Fleet:
                 else:
                     self.refuse(name, note["reason"], None if name else note["from"])
         return lost
-
-    def connected(self) -> dict[int, int]:
-        """Finds out which sites are connected, and lets new sites join. Returns Flower's node number of each
-        connected user that is not excluded. The keys are the users' numbers."""
-        try:
-            online = {node.node_id: node for node in self.grid.get_nodes()}
-        except post.TROUBLE as error:
-            if self._reached:
-                self.tell(
-                    "the process of this centre that exchanges messages with the sites (Flower's SuperLink) "
-                    f"does not answer ({post.short(error)}): trying again"
-                )
-            self._reached = False
-            return {}
-        self._reached = True
-        for node, name in list(self._nodes.items()):
-            if node not in online:
-                del self._nodes[node]
-                self.doing[name] = "disconnected"
-                self.tell(f"{name} has disconnected")
-        now = time.monotonic()
-        known = self._nodes.keys() | {node for node, until in self._rejected.items() if now < until}
-        new = {number: node for number, node in online.items() if number not in known}
-        self._greet(new)
-        nodes = {name: node for node, name in self._nodes.items() if name not in self.left_out}
-        return {user: nodes[name] for user, name in enumerate(self.names) if name in nodes}
-
-    def _greet(self, strangers: Mapping[int, NodeInfo]) -> None:
-        """Asks new sites for their names and numbers of images, and handles the answers.
-
-        It waits only a few seconds for slow sites. Their answers are handled in a later call.
-        """
-        now = time.monotonic()
-        self._greeted = {
-            node: asked for node, asked in self._greeted.items() if node in strangers and now < asked[1]
-        }
-        new = {
-            node: RecordDict({"config": ConfigRecord({"ask": "name"})})
-            for node in strangers
-            if node not in self._greeted
-        }
-        for node, name in post.send(self.grid, new, "query", self.deadline, self.tell, self._called):
-            self._greeted[node] = name, now + self.deadline
-        end, waiting = time.monotonic() + GREETING, set(new)
-        while True:
-            for node, content in self._greetings().items():
-                self._introduce(node, content, strangers[node])
-                waiting.discard(node)
-                end = time.monotonic() + GREETING
-            waiting &= self._greeted.keys()
-            if not waiting or time.monotonic() > end:
-                return
-            time.sleep(getattr(self.grid, "pause", post.POLL))
-
-    def _greetings(self) -> dict[int, RecordDict]:
-        """Returns the answers that have arrived from sites that were asked for their names, by node."""
-        answers = {}
-        for node, (name, _) in list(self._greeted.items()):
-            try:
-                replies = list(self.grid.pull_messages([name]))
-            except Exception as error:  # the answer is incomplete, or the site is gone: ask again
-                self.tell(f"a site (node {node}) did not send its name: {post.short(error)}; asking again")
-                self._rejected[node] = time.monotonic() + SOON
-                del self._greeted[node]
-                continue
-            for reply in replies:
-                del self._greeted[node]
-                if reply.has_content():
-                    answers[node] = reply.content
-                elif reply.error.code not in post.LATE:
-                    self.tell(
-                        f"site {node} sent an error instead of its name: {post.short(reply.error.reason)}"
-                    )
-                    self._rejected[node] = time.monotonic() + LATER
-        return answers
-
-    def _introduce(self, node: int, content: RecordDict, info: NodeInfo) -> None:
-        """Handles the answer of a site that was asked for its name: lets the site join, or turns it away."""
-        try:
-            claimed, count = wire.read_identity(content)
-        except DataError as error:
-            self.tell(f"site {info.name or node} sent {post.short(error)} instead of its name")
-            self._rejected[node] = time.monotonic() + LATER
-            return
-        name = claimed if self.asked else info.name
-        free = self.asked and len(self.names) < self.needed and NAME.fullmatch(name)
-        if free and name not in self.names:
-            self.names = sorted([*self.names, name])
-        if name not in self.names or name in self._nodes.values():
-            self._turn_away(node, name)
-            return
-        self._nodes[node], self.images[name] = name, count
-        self._joined.add(name)
-        self.doing[name] = "connected"
-        self.tell(f"{name} has connected, with {count} images")
-        if name in self.left_out:
-            self._dismiss_nodes([node], EXCLUDED)
-
-    def _turn_away(self, node: int, name: str) -> None:
-        """Refuses to let a site join: its name is taken or not allowed, or the centre does not expect this
-        site.
-
-        If sites have keys, a site whose name is taken is asked again later. The other site of that name may
-        have disconnected by then. A site that is not expected is not asked again.
-
-        If sites choose their own names, a site whose name is taken is asked again for `TAKEN` seconds. Then
-        the site is told why it may not join. A site that is not expected, or whose name is not allowed, is
-        told so at once. After that, the site is not asked again.
-        """
-        now, taken = time.monotonic(), name in self.names
-        if taken:
-            why = "a connected site has this name" + (": start it with another --name" if self.asked else "")
-        elif not self.asked:
-            why = "no site of this name is expected"
-        elif not NAME.fullmatch(name):
-            why = f"its name must have {NAME_RULE}"
-        else:
-            why = f"the centre waits for {self.needed} sites, and as many others have joined already"
-        name = post.short(name)
-        self.tell(f"{name} may not join: {why}")
-        if taken and now - self._taken.setdefault(node, now) < TAKEN:
-            self._rejected[node] = now + SOON
-            return
-        self._rejected[node] = float("inf") if self.asked or not taken else now + SOON
-        if self.asked:
-            self._dismiss_nodes([node], f"the centre does not let {name} join: {why}")
 
     def gather(self, first: bool = False) -> dict[int, int]:
         """Waits until enough sites are connected. Returns Flower's node number of each connected user; the
@@ -367,11 +189,11 @@ class Fleet:
                     "key was removed. See the reasons above, and check the sites and the keys folder"
                 )
             needed = min(self.needed, most)
-            quorum = max(1, self.least(needed if first else len(self._joined - self.left_out)))
+            quorum = max(1, self.least(needed if first else len(self.joined - self.left_out)))
             if len(nodes) >= (needed if first else quorum):
                 return nodes
-            expected = self.names if first else sorted(self._joined)
-            missing = [n for n in expected if n not in self._nodes.values() and n not in self.left_out]
+            expected = self.names if first else sorted(self.joined)
+            missing = [n for n in expected if n not in self.nodes.values() and n not in self.left_out]
             wanted = needed if first else quorum
             line = f"{len(nodes)} of {wanted} sites are connected"
             line += (
@@ -401,12 +223,8 @@ class Fleet:
         seconds, by node. `kind` is "query" or "train". `meanwhile` is called once while the sites work. It is
         not called if `contents` is empty."""
         return post.exchange(
-            self.grid, contents, kind, deadline, self.tell, self._called, self.listen, meanwhile
+            self.grid, contents, kind, deadline, self.tell, self.called, self.listen, meanwhile
         )
-
-    def _called(self, node: int) -> str:
-        """Returns the name of a node's site for messages, or the node's number if the name is unknown."""
-        return self._nodes.get(node, str(node))
 
     def train(
         self,
@@ -513,21 +331,7 @@ class Fleet:
             self.tell(f"{name} is excluded from now on: three of its answers were refused")
             self.doing[name] = "excluded"
         self.left_out |= new
-        self._dismiss_nodes([node for node, name in self._nodes.items() if name in new], EXCLUDED)
-
-    def _dismiss_nodes(self, nodes: Collection[int], why: str) -> None:
-        """Tells these nodes why they may not take part, and lets the centre's port refuse their further
-        requests. Does not wait for answers."""
-        end = ConfigRecord({"ask": "end", "why": why, "refused": True})
-        contents = {node: RecordDict({"config": end}) for node in nodes}
-        list(post.send(self.grid, contents, "query", self.deadline, self.tell, self._called))
-        try:
-            self.exclude(nodes)
-        except post.TROUBLE as error:  # they stay excluded: the centre sends them nothing
-            self.tell(
-                f"refused sites could not be disconnected ({post.short(error)}); they get no more models, "
-                "and their answers are not used"
-            )
+        self.dismiss_nodes([node for node, name in self.nodes.items() if name in new], EXCLUDED)
 
     def dismiss(self, why: str, model: Tensor | None = None, card: str = "") -> None:
         """Tells all sites that the run is over, and why. If `model` is given, each site that is not excluded
@@ -537,7 +341,7 @@ class Fleet:
         """
         self.tell = lambda line: None
         contents = {}
-        for node, name in self._nodes.items():
+        for node, name in self.nodes.items():
             if model is not None and name not in self.left_out:
                 contents[node] = wire.pack(model, ask="end", why=why, card=card)
             else:

@@ -80,7 +80,9 @@ def main(grid: Grid, context: Context) -> None:
     view = FederationView(Console(force_terminal=False, highlight=False, width=200))
     with centre.opened(loaded, path, again, [], count) as (sim, terms, names), silenced():
         folder.write_atomic(path / resuming.SERVE, json.dumps({resuming.FLOWER: count}).encode() + b"\n")
-        times = float(settings["deadline"]), float(settings["patience"])
-        fleet = Fleet(grid, names, count, *times, view.tell, asked=True)
+        fleet = Fleet(
+            grid=grid, names=names, needed=count, tell=view.tell, asked=True,
+            deadline=float(settings["deadline"]), patience=float(settings["patience"]),
+        )  # fmt: skip
         result = centre.conduct(sim, terms, fleet, path, again, bool(settings.get("share-model")), view)
     view.tell(f"{result.score_text}  in {path}")
