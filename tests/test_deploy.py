@@ -228,6 +228,26 @@ def test_who_is_refused_three_times_is_left_out(folders: Path, hall: Open) -> No
     assert event["participants"] == [0, 2]
 
 
+def test_only_refused_answers_count_against_a_site(folders: Path, hall: Open) -> None:
+    """Not the port's summaries of refused requests, second answers, or connections that are too many."""
+    made, grid, lines = hall(config_of(folders, ["federation.rounds=4"]))
+    answer = grid.spoil
+
+    def told(node: int, reply: Message) -> Message | None:
+        summary = {"node": 55, "from": "10.0.0.1", "reason": "55 more refused requests", "lost": False}
+        made.fleet.notes.put(summary)
+        return answer(node, reply)
+
+    grid.spoil = told
+    state, events = played(made)
+    rounds = [event for event in events if event["event"] == "round"]
+    assert [event["returned"] for event in rounds] == [[0, 1, 2]] * 4
+    assert state.strikes.tolist() == [0, 0, 0]
+    assert all(not event["refused"] for event in rounds)
+    assert any(event["event"] == "refused" and event["site"] == "bonn" for event in events)
+    assert "refused: bonn sent 55 more refused requests" in lines
+
+
 @pytest.mark.parametrize("wrong", [None, "not a number"])
 def test_where_nobody_that_was_drawn_can_count_the_server_goes_on_alone(
     wrong: str | None, folders: Path, hall: Open

@@ -7,6 +7,7 @@ import resource
 import signal
 import socket
 import ssl
+import subprocess
 import sys
 import threading
 import time
@@ -133,20 +134,48 @@ def few_files() -> Iterator[None]:
 CLIENT_HELLO = bytes.fromhex("160301020001")  # the first six bytes of one
 
 
+def still_open(connections: list[socket.socket]) -> list[socket.socket]:
+    """Returns the connections that the other side has not closed. It sends nothing over them."""
+    left = []
+    for each in connections:
+        each.setblocking(False)
+        try:
+            each.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            left.append(each)
+        except OSError:
+            pass
+    return left
+
+
+def test_the_limit_of_open_files_is_raised_as_far_as_allowed() -> None:
+    said = "import resource as r; r.setrlimit(r.RLIMIT_NOFILE, (256, 700)); "
+    said += "from ssfl.deploy import port; print(port.raised_limit(), *r.getrlimit(r.RLIMIT_NOFILE))"
+    done = subprocess.run([sys.executable, "-c", said], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["700", "700", "700"]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("said", [b"", CLIENT_HELLO], ids=["idle", "half a ClientHello"])
+@pytest.mark.parametrize(
+    ("said", "addresses"), [(b"", 1), (CLIENT_HELLO, 8)], ids=["idle", "half a ClientHello"]
+)
 def test_rounds_go_on_while_strangers_hold_connections(
-    said: bytes, tmp_path: Path, few_files: None, monkeypatch: pytest.MonkeyPatch
+    said: bytes, addresses: int, tmp_path: Path, few_files: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """1,200 of them, and the SuperLink may open 1,024 files."""
+    """1,200 of them, idle or with half a ClientHello, and the SuperLink may open 1,024 files. Connections are
+    limited from one address, and from all addresses together."""
     monkeypatch.setattr(link, "COMMAND", [sys.executable, "-c", LIMITED, "ssfl.deploy.port"])
     with scene(tmp_path) as made, ExitStack() as held:
         assert made.round() == 3
 
+        strangers: list[socket.socket] = []
+
         def knock() -> None:
-            for _ in range(1200):
+            for number in range(1200):
                 stranger = held.enter_context(socket.socket())
+                strangers.append(stranger)
                 stranger.settimeout(20)
+                stranger.bind((f"127.0.0.{2 + number % addresses}", 0))
                 try:
                     stranger.connect((made.host, made.port))
                     stranger.sendall(said)
@@ -158,6 +187,8 @@ def test_rounds_go_on_while_strangers_hold_connections(
         for _ in range(5):
             assert made.round() == 3
         wait_until(lambda: not knocking.is_alive(), "the strangers cannot connect")
+        most = (port.STRANGERS + 2 * len(SITES)) * min(addresses, 2)
+        wait_until(lambda: len(still_open(strangers)) <= most, f"more than {most} connections stay open")
         assert made.round() == 3
         # a site that comes now is let in too
         made.crowd.over.set()
@@ -312,6 +343,7 @@ def test_bodies_of_strangers_are_not_kept(tmp_path: Path, few_files: None) -> No
 
 
 HURRIED = """
+import subprocess
 import sys
 from ssfl.deploy import port, request_filter
 port.HANDSHAKE = port.HEADERS = request_filter.STALLED = 2.0
@@ -416,7 +448,8 @@ def test_what_was_only_counted_is_told_once_a_minute() -> None:
     assert max(map(len, by.values())) < 1000
     assert all(not note["lost"] for note in told)
     told.clear()
-    kept.flush(end=True)
+    kept.began -= notes.PERIOD
+    kept.flush()
     assert told == []
 
 

@@ -210,7 +210,8 @@ def serve(root: Path, port: int) -> None:
             key="--port",
             value=port,
         ) from None
-    server = uvicorn.Server(uvicorn.Config(make_app(root.resolve()), log_level="warning", ws="none"))
+    config = uvicorn.Config(make_app(root.resolve()), log_level="warning", ws="none", proxy_headers=False)
+    server = uvicorn.Server(config)
     address = f"http://127.0.0.1:{listener.getsockname()[1]}"
     print(f"the board shows the runs in {root} at {address}   (stop it with Ctrl-C)", flush=True)
     with suppress(KeyboardInterrupt, Terminated), listener:

@@ -129,7 +129,7 @@ def serve(
     ] = None,
     deadline: Annotated[float, typer.Option(min=1, help="How many seconds a site has to answer.")] = 120,
     patience: Annotated[
-        float, typer.Option(min=1, help="Stop after this many seconds without an answer from any site.")
+        float, typer.Option(min=1, help="Stop after so many seconds without an answer, or without a quorum.")
     ] = 600,
     share_model: Annotated[
         bool, typer.Option("--share-model", help="Allow sites to keep the final model (`ssfl join --keep`).")

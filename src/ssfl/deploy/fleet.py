@@ -98,8 +98,8 @@ class Fleet(Sites):
         """Prints and logs that a message was refused, and why.
 
         `name` is the site that sent the message. If `name` is None, a stranger at the address `host` sent it.
-        A site is excluded after three of its answers were refused. If `counted` is true, this refusal was
-        already counted against the site, and is not counted again.
+        A site is excluded after three of its answers were refused. If `counted` is true, this refusal does
+        not count: it was counted already, or it is no refusal of an answer.
         """
         why = post.short(why)
         event: Event = {"event": "refused", "site": name, "reason": why}
@@ -161,7 +161,8 @@ class Fleet(Sites):
                 if name and note.get("broken"):
                     self.tell(f"the connection of {name} failed: {post.short(note['reason'])}")
                 else:
-                    self.refuse(name, note["reason"], None if name else note["from"])
+                    # only what costs the round an answer counts against a site, not a summary, for example
+                    self.refuse(name, note["reason"], None if name else note["from"], not note["lost"])
         return lost
 
     def gather(self, first: bool = False) -> dict[int, int]:

@@ -73,10 +73,10 @@ class Notes:
         budget.counted += 1
         budget.last = why
 
-    def flush(self, end: bool = False) -> None:
+    def flush(self) -> None:
         """Sends one summary for each sender that has refusals that were counted but not reported immediately.
-        Does nothing if the period is not over yet, unless `end` is true."""
-        if not end and time.monotonic() - self.began < PERIOD:
+        Does nothing if the period is not over yet."""
+        if time.monotonic() - self.began < PERIOD:
             return
         self.began = time.monotonic()
         senders, self.senders = self.senders, {}
