@@ -435,9 +435,13 @@ def test_keys_are_revoked_and_replaced_while_the_federation_runs(
     stage.until("serve", "the key of calais was replaced")
     joins["calais"].terminate()  # its key is of no use any more
     stage.ended(joins["calais"])
-    stage.ssfl("new", "join", f"127.0.0.1:{port}", "--data", folders / "calais", "--key", own / "calais.site",
-               "--device", "cpu", "--threads", 1)  # fmt: skip
+    place = [f"127.0.0.1:{port}", "--data", folders / "calais", "--device", "cpu", "--threads", 1]
+    old = stage.ssfl("old", "join", *place, "--key", ring / "calais.site", "--patience", 5)
+    stage.ssfl("new", "join", *place, "--key", own / "calais.site")
     assert stage.ended(serve) == 0, stage.said("serve")
+    assert stage.ended(old) == 2
+    assert "round" not in stage.said("old")
+    assert any(event["event"] == "refused" and event["site"] is None for event in runs.read_events(out))
     came = [sorted(event["returned"]) for event in runs.read_events(out) if event["event"] == "round"]
     assert len(came) == 25
     assert came[0] == [0, 1, 2]
