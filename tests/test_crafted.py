@@ -45,7 +45,11 @@ def run(good: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def image(tmp_path: Path) -> Path:
+    """An image, beside a folder of labelled images."""
     Image.new("L", (8, 8), 100).save(tmp_path / "image.png")
+    for name in "0123456789":
+        (tmp_path / "labelled" / name).mkdir(parents=True)
+        shutil.copy(tmp_path / "image.png", tmp_path / "labelled" / name)
     return tmp_path / "image.png"
 
 
@@ -72,10 +76,12 @@ def commands(run: Path, image: Path, good: Path) -> dict[str, list[str]]:
         "resume": ["resume", str(run)],
         "compare": ["compare", str(good), str(run)],
         "report": ["report", str(run)],
+        "evaluate": ["evaluate", str(run), str(image.parent / "labelled")],
+        "serve": ["serve", "--resume", str(run), "--insecure", "--sites", "2"],
     }
 
 
-@pytest.mark.parametrize("verb", ["resume", "compare", "report"])
+@pytest.mark.parametrize("verb", ["resume", "compare", "report", "serve"])
 @pytest.mark.parametrize("what", ["arrays", "tables"])
 def test_a_config_that_is_nested_too_deeply(
     verb: str, what: str, run: Path, good: Path, image: Path, ssfl: Call
@@ -89,13 +95,13 @@ def test_a_config_that_is_nested_too_deeply(
 @pytest.mark.parametrize("file", ["events.jsonl", "summary.json", "split.json", "failed.json"])
 def test_json_that_is_nested_too_deeply(file: str, run: Path, good: Path, image: Path, ssfl: Call) -> None:
     (run / file).write_text("[" * DEEP + "]" * DEEP + "\n")
-    for verb in ("compare", "resume", "report", "predict"):
+    for verb in ("compare", "resume", "report", "predict", "evaluate", "serve"):
         code, _, err = ssfl(*commands(run, image, good)[verb])
         assert "Traceback" not in err
         assert code in (0, 1) or one_line(code, err)
 
 
-@pytest.mark.parametrize("verb", ["predict", "export"])
+@pytest.mark.parametrize("verb", ["predict", "export", "evaluate"])
 def test_a_card_that_is_nested_too_deeply(verb: str, run: Path, good: Path, image: Path, ssfl: Call) -> None:
     tensors, _ = folder.read_model(run / "model.safetensors")
     save_file(tensors, run / "model.safetensors", {"card": "[" * DEEP + "]" * DEEP})
@@ -103,7 +109,7 @@ def test_a_card_that_is_nested_too_deeply(verb: str, run: Path, good: Path, imag
     assert "nested too deeply" in one_line(code, err)
 
 
-@pytest.mark.parametrize("verb", ["predict", "export"])
+@pytest.mark.parametrize("verb", ["predict", "export", "evaluate"])
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -132,7 +138,7 @@ def test_a_card_that_no_run_writes(
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("verb", ["predict", "export"])
+@pytest.mark.parametrize("verb", ["predict", "export", "evaluate"])
 def test_a_model_that_is_not_finite_says_nothing_about_images(
     verb: str, bad: float, run: Path, good: Path, image: Path, ssfl: Call
 ) -> None:
