@@ -137,6 +137,16 @@ def test_a_card_that_no_run_writes(
     assert said in one_line(code, err)
 
 
+def test_an_image_of_very_many_pixels_is_refused(run: Path, tmp_path: Path, ssfl: Call) -> None:
+    """A small file, which would need gigabytes."""
+    for name, size in (("large", (8192, 8193)), ("huge", (12_000, 12_000))):
+        file = tmp_path / f"{name}.png"
+        Image.new("1", size).save(file)
+        assert file.stat().st_size < 100_000
+        code, _, err = ssfl("predict", str(run), str(file))
+        assert f"{size[0]:,} × {size[1]:,} pixels" in one_line(code, err)
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("verb", ["predict", "export", "evaluate"])
 def test_a_model_that_is_not_finite_says_nothing_about_images(

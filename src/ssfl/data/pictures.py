@@ -4,8 +4,9 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -23,6 +24,9 @@ IMAGE_SUFFIXES = frozenset(
 APART, MARKED = 24, 0.01
 """Two limits for `grey_pixels`. An image is grey if its channels differ by more than 24 levels in less than 1
 % of its pixels."""
+MOST_PIXELS = 64 * 2**20
+"""The largest number of pixels of an image file, 8192 × 8192. A larger image is refused, because a small file
+can hold very many pixels and fill the memory."""
 _GREY_MODES = frozenset(("1", "L", "LA", "La", "I", "I;16", "I;16B", "I;16L", "I;16N"))
 _ALPHA_MODES = frozenset(("RGBA", "RGBa", "LA", "La", "PA"))
 
@@ -57,11 +61,23 @@ def list_images(folder: Path, nested: bool = True) -> list[Path]:
 
 def _opened(path: Path) -> "Image.Image":
     """Returns the image file, opened with Pillow. Raises if the path is not a regular file, because reading
-    from a named pipe (FIFO) would wait forever."""
+    from a named pipe (FIFO) would wait forever. Also raises if the image has more than `MOST_PIXELS`."""
+    require_plain(path)
+    image: Image.Image = _pillow().open(path)
+    if image.width * image.height > MOST_PIXELS:
+        image.close()
+        size = f"{image.width:,} × {image.height:,} pixels"
+        raise DataError(f"{path}: has {size}, more than {MOST_PIXELS:,}: make it smaller")
+    return image
+
+
+@cache
+def _pillow() -> Any:
+    """Returns Pillow's module for images, without its warning about large images: ssfl has a lower limit."""
     from PIL import Image
 
-    require_plain(path)
-    return Image.open(path)
+    warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+    return Image
 
 
 @contextmanager
