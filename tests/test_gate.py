@@ -85,6 +85,10 @@ def test_no_tensors_part_of_an_update_is_longer_than_is_usual_for_this_tensor() 
     assert parts[1].norm(dim=1).tolist() == pytest.approx([0.5, 0.25, 0.5, 0.5, 0.5 * gate.PART])
     assert torch.allclose(found.rows[:4], (sent + updates)[:4])
     assert found.times == pytest.approx([1, 1, 1, 1, 10 / gate.PART])
+    assert torch.equal(found.rows[:4], (sent + updates)[:4])  # to the last bit
+    # of two users, one must not stop any layer of the other
+    two = gate.judge(sent[[0, 4]], (sent + updates)[[0, 4]], torch.zeros(2), sizes=(4, 3))
+    assert torch.equal(two.rows, (sent + updates)[[0, 4]])
     whole = gate.judge(sent, sent + updates, torch.zeros(5))
     assert float((whole.rows - sent)[4].norm()) == pytest.approx(5)  # its length alone is not suspicious
 
@@ -420,3 +424,14 @@ def test_a_fifth_of_the_users_sending_garbage_costs_less_than_two_points(
 @pytest.mark.slow
 def test_without_a_defence_there_would_be_something_to_defend_against(clean: float, tmp_path: Path) -> None:
     assert accuracy(tmp_path, *FLIPPED) < clean - 0.02
+
+
+def test_how_much_too_long_an_update_is_stays_a_finite_number() -> None:
+    """Where the usual length is 0, or nothing is left of an update: events must be valid JSON."""
+    sent = torch.full((3, 4), 100.0)
+    updates = torch.zeros(3, 4)
+    updates[0, 0] = 5.0
+    for users in (2, 3):
+        found = gate.judge(sent[:users], (sent + updates)[:users], torch.zeros(users), sizes=(1, 3))
+        assert found.times[0] == gate.MOST
+        assert torch.isfinite(found.rows).all()

@@ -5,6 +5,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ssfl.engines.buffers import StepBuffers, sgd, sgd_by_kernels
+from ssfl.engines.work import Optimizer
 from ssfl.models import layers, networks
 from ssfl.models.kernels import convolution, normalisation, stem
 
@@ -177,6 +179,7 @@ def test_batch_norm(models: int, images: int, channels: int, size: int, added: b
 def test_a_networks_batch_norm_is_the_plain_layers(training: bool) -> None:
     layer, x = layers.BatchNorm(32).cuda().train(training), random(6, 32, 8, 8) + 1
     state = {name: torch.stack([value, value + 0.5]) for name, value in layer.state_dict().items()}
+    state["running_var"][0, 3] = -1.0  # as noise may make it; it counts as 0
     moved = {}
     for kernels in (True, False):
         convolution.use(kernels)
@@ -204,22 +207,60 @@ def test_one_step_of_sgd(momentum: float, nesterov: bool, taken: list[int] | Non
     weight, velocity = (torch.randn(shape, device="cuda").movedim(-1, 2) for _ in range(2))
     gradient = torch.empty_like(weight, dtype=torch.bfloat16).copy_(random(*weight.shape))
     rates = torch.tensor([[1.0, 1, 1], [0.1, 0.2, 0.3]], device="cuda")
-    models = [each.clone().requires_grad_() for each in weight]
+    models, moved = [each.clone().requires_grad_() for each in weight], []
     for model, g, v, rate in zip(models, gradient, velocity, rates[1].tolist(), strict=True):
         model.grad = g.float()
         optimizer = torch.optim.SGD([model], lr=rate, momentum=momentum, nesterov=nesterov, weight_decay=0.01)
         if momentum:
             optimizer.state[model]["momentum_buffer"] = v.clone()
         optimizer.step()
+        if momentum:
+            moved.append(optimizer.state[model]["momentum_buffer"])
     expected = torch.stack([model.detach() for model in models])
+    speed = torch.stack(moved) if momentum else velocity.clone()
     if taken:
-        expected[1] = weight[1]  # it takes one step only
+        expected[1], speed[1] = weight[1], velocity[1]  # it takes one step only
     narrow = weight.bfloat16()
     step = torch.ones(1, dtype=torch.int64, device="cuda")
     limit = None if taken is None else torch.tensor(taken, device="cuda")
     triton_sgd.update(weight, velocity, gradient, narrow, rates, step, limit, 0.01, momentum, nesterov)
     assert torch.allclose(weight, expected, atol=1e-6)
+    assert torch.allclose(velocity, speed, atol=1e-6)
     assert torch.equal(narrow, weight.bfloat16())
+
+
+@pytest.mark.parametrize("taken", [None, [3, 1]])
+@pytest.mark.parametrize("optimizer", [Optimizer(0.9, True, 1e-3), Optimizer(0.0, False, 0.0)])
+def test_a_step_by_kernels_is_the_plain_step(optimizer: Optimizer, taken: list[int] | None) -> None:
+    """With gradients in the weights' memory format and in another one, running statistics and metrics."""
+
+    def made() -> StepBuffers:
+        generator = torch.Generator("cuda").manual_seed(1)
+
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator, device="cuda")
+
+        filters, point = draw(2, 8, 3, 3, 4).movedim(-1, 2), draw(2, 5, 7, 1, 1)
+        weights = {"filters": filters, "point": point, "bias": draw(2, 9)}
+        velocity = {name: draw(*value.shape) for name, value in weights.items()}
+        velocity = {name: torch.empty_like(weights[name]).copy_(value) for name, value in velocity.items()}
+        narrow = {name: value.bfloat16() for name, value in weights.items()}
+        return StepBuffers(
+            weights, velocity, {}, narrow, True, {"mean": draw(2, 6)}, None, draw(3, 2).abs(),  # type: ignore[arg-type]
+            torch.ones(1, dtype=torch.int64, device="cuda"), {"loss": draw(2)},
+            None if taken is None else torch.tensor(taken, device="cuda"),
+        )  # fmt: skip
+
+    slow, fast = made(), made()
+    gradients = {name: random(*value.shape, seed=7) for name, value in slow.weights.items()}
+    statistics, metrics = {"mean": torch.ones(2, 6, device="cuda")}, {"loss": torch.ones(2, device="cuda")}
+    sgd(slow, gradients, statistics, metrics, optimizer)
+    sgd_by_kernels(fast, gradients, statistics, metrics, optimizer)
+    for field in ("weights", "velocity", "statistics", "metrics"):
+        for name, value in getattr(slow, field).items():
+            assert torch.allclose(getattr(fast, field)[name], value, atol=1e-5), (field, name)
+    assert all(torch.equal(fast.narrow[name], value.bfloat16()) for name, value in fast.weights.items())
+    assert int(fast.step) == 2
 
 
 def test_a_kernel_that_is_compiled_ahead_is_not_run() -> None:

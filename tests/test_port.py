@@ -343,7 +343,6 @@ def test_bodies_of_strangers_are_not_kept(tmp_path: Path, few_files: None) -> No
 
 
 HURRIED = """
-import subprocess
 import sys
 from ssfl.deploy import port, request_filter
 port.HANDSHAKE = port.HEADERS = request_filter.STALLED = 2.0
@@ -451,6 +450,16 @@ def test_what_was_only_counted_is_told_once_a_minute() -> None:
     kept.began -= notes.PERIOD
     kept.flush()
     assert told == []
+
+
+def test_requests_that_cost_no_answer_do_not_hide_those_that_do() -> None:
+    told: list[dict[str, Any]] = []
+    kept = notes.Notes(told.append)
+    for _ in range(100):
+        kept.add(7, "10.0.0.1", "a second answer", False)
+    for _ in range(3):
+        kept.add(7, "10.0.0.1", "an answer that was altered", True)
+    assert [note["lost"] for note in told] == [False] * notes.AT_ONCE + [True] * 3
 
 
 def test_long_texts_are_cut(tmp_path: Path) -> None:

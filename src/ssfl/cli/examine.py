@@ -8,7 +8,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from ssfl.core import cache
+from ssfl.core import cache, machine
 from ssfl.core.version import VERSION
 from ssfl.errors import DataError, one_line
 
@@ -36,7 +36,7 @@ def examine(folder: Path) -> dict[str, Any]:
         "ssfl": VERSION,
         "python": platform.python_version(),
         "torch": _version("torch"),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": machine.cores(),
         "extras": {
             name: {
                 "installed": all(find_spec(module) is not None for module in modules),

@@ -66,6 +66,7 @@ def _tell_warnings() -> None:
     usual."""
     # on CPUs without bfloat16 torch falls back to BLAS, and warns about it with a C++ stack trace
     warnings.filterwarnings("ignore", "mkldnn_matmul failed, switching to BLAS")
+    warnings.filterwarnings("ignore", "Image size .* could be decompression bomb")  # refused by ssfl itself
     shown = warnings.showwarning
 
     def show(message: Any, category: type[Warning], *where: Any, **options: Any) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from ssfl.config.loading import PROJECT
 from ssfl.config.settings import DataSettings, ModelSettings
+from ssfl.core import machine
 from ssfl.core.fields import limits_of
 from ssfl.data import own
 from ssfl.errors import ConfigError
@@ -24,7 +25,7 @@ def project(folder: Path, images: Path | None) -> list[str]:
         raise ConfigError(f"{target} already exists and is not overwritten: choose another DIR, or move it")
     choose.require_images(images or folder, images is None)
     facts = choose.inspect(images or folder)
-    chosen = choose.choose(facts, choose.cores(), choose.on_gpu({}), choose.has_pretrained())
+    chosen = choose.choose(facts, machine.cores(), choose.on_gpu({}), choose.has_pretrained())
     text = config(facts, chosen)
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ssfl.core import cache, progress
+from ssfl.core import cache, machine, progress
 from ssfl.data import pictures
 from ssfl.data.formats import check_side
 from ssfl.errors import DataError
@@ -153,10 +153,10 @@ def each(
         except DataError as error:
             return number, error
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with pictures.quiet(), ThreadPoolExecutor(cores) as pool, progress.bar(label, len(files)) as advance:
-        for start in range(0, len(files), 16 * cores):  # so that only few results wait in memory
-            for result in pool.map(one, range(start, min(start + 16 * cores, len(files)))):
+    threads = machine.cores()
+    with pictures.quiet(), ThreadPoolExecutor(threads) as pool, progress.bar(label, len(files)) as advance:
+        for start in range(0, len(files), 16 * threads):  # so that only few results wait in memory
+            for result in pool.map(one, range(start, min(start + 16 * threads, len(files)))):
                 advance(1)
                 yield result
 

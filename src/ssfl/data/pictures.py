@@ -4,9 +4,8 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -62,22 +61,19 @@ def list_images(folder: Path, nested: bool = True) -> list[Path]:
 def _opened(path: Path) -> "Image.Image":
     """Returns the image file, opened with Pillow. Raises if the path is not a regular file, because reading
     from a named pipe (FIFO) would wait forever. Also raises if the image has more than `MOST_PIXELS`."""
-    require_plain(path)
-    image: Image.Image = _pillow().open(path)
-    if image.width * image.height > MOST_PIXELS:
-        image.close()
-        size = f"{image.width:,} × {image.height:,} pixels"
-        raise DataError(f"{path}: has {size}, more than {MOST_PIXELS:,}: make it smaller")
-    return image
-
-
-@cache
-def _pillow() -> Any:
-    """Returns Pillow's module for images, without its warning about large images: ssfl has a lower limit."""
     from PIL import Image
 
-    warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-    return Image
+    require_plain(path)
+    try:
+        image = Image.open(path)
+    except Image.DecompressionBombError:
+        size = "far too many pixels"
+    else:
+        if image.width * image.height <= MOST_PIXELS:
+            return image
+        image.close()
+        size = f"{image.width:,} × {image.height:,} pixels"
+    raise DataError(f"{path}: has {size}, more than {MOST_PIXELS:,}: make it smaller")
 
 
 @contextmanager
@@ -128,7 +124,7 @@ def white_of(largest: int) -> int:
 
 def _deep(image: "Image.Image") -> np.ndarray:
     """Returns the pixel values of an image with more than 8 bits per channel, from 0 to 65535."""
-    return np.asarray(image).astype(np.int64).clip(0, WHITE)
+    return np.asarray(image).clip(0, WHITE).astype(np.int32)
 
 
 def grey_pixels(pixels: np.ndarray) -> bool:

@@ -41,7 +41,9 @@ class Notes:
     def __init__(self, tell: Callable[[dict[str, Any]], None]) -> None:
         self.tell = tell
         self.began = time.monotonic()
-        self.senders: dict[tuple[int | None, str], Budget] = {}
+        self.senders: dict[tuple[int | None, str, bool], Budget] = {}
+        """The refusals by sender: its node, or its address if it is a stranger. Those of a site that cost an
+        answer are counted apart (True), so that others cannot hide them."""
 
     def add(self, node: int | None, host: str, why: str, lost: bool, broken: bool = False) -> None:
         """Reports a refusal immediately, or counts it for the next summary. If `node` is None, the sender is
@@ -52,9 +54,9 @@ class Notes:
         """
         self.flush()
         why = why[:300]
-        sender = (node, "") if node is not None else (None, host)
+        sender = (node, "", lost) if node is not None else (None, host, True)
         if sender not in self.senders and node is None and len(self.senders) >= SENDERS:
-            sender = None, OTHERS
+            sender = None, OTHERS, True
         budget = self.senders.setdefault(sender, Budget())
         at_once = budget.reported < AT_ONCE and (node is not None or why not in budget.kinds)
         if at_once and sender[1] != OTHERS:
@@ -69,7 +71,7 @@ class Notes:
         """Counts a refused request of a site without reporting it immediately. It is reported only in the
         next summary."""
         self.flush()
-        budget = self.senders.setdefault((node, ""), Budget())
+        budget = self.senders.setdefault((node, "", False), Budget())
         budget.counted += 1
         budget.last = why
 
@@ -80,7 +82,7 @@ class Notes:
             return
         self.began = time.monotonic()
         senders, self.senders = self.senders, {}
-        for (node, host), budget in senders.items():
+        for (node, host, _), budget in senders.items():
             if budget.counted:
                 why = f"{budget.counted} more refused requests in the last minute. The last was {budget.last}"
                 self.tell({"node": node, "from": host, "reason": why, "lost": False})

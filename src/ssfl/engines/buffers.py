@@ -56,10 +56,8 @@ class StepBuffers:
         """[n]: whether each trainer takes this step. None: all do."""
         return None if self.taken is None else self.step < self.taken
 
-    def write(self, buffer: Tensor, new: Tensor) -> None:
-        """Copies new values [n, ...] into a buffer, except for trainers that have already taken all their
-        steps."""
-        busy = self.busy
+    def write(self, buffer: Tensor, new: Tensor, busy: Tensor | None) -> None:
+        """Copies new values [n, ...] into a buffer, but only for trainers that take this step (`busy`)."""
         buffer.copy_(new if busy is None else torch.where(along(busy, buffer), new.to(buffer.dtype), buffer))
 
     def load(self, layout: Layout, rows: Tensor, momentum: Tensor, work: Work) -> None:
@@ -158,7 +156,7 @@ def sgd(
     A weight without a gradient does not change. A trainer that has already taken all its steps does not
     change either.
     """
-    rates = buffers.rates.index_select(0, buffers.step)[0]
+    busy, rates = buffers.busy, buffers.rates.index_select(0, buffers.step)[0]
     gradients = {name: gradient.to(buffers.weights[name].dtype) for name, gradient in gradients.items()}
     if optimizer.clip:
         gradients = _cut(gradients, optimizer.clip)
@@ -168,11 +166,11 @@ def sgd(
         if optimizer.momentum:
             velocity = optimizer.momentum * buffers.velocity[name] + gradient
             gradient = gradient + optimizer.momentum * velocity if optimizer.nesterov else velocity
-            buffers.write(buffers.velocity[name], velocity)
+            buffers.write(buffers.velocity[name], velocity, busy)
         new = weight - along(rates, weight) * gradient
-        buffers.write(weight, new)
+        buffers.write(weight, new, busy)
         if buffers.rounded:
-            buffers.write(buffers.narrow[name], new)
+            buffers.write(buffers.narrow[name], new, busy)
     _end_step(buffers, statistics, metrics)
 
 
@@ -196,10 +194,10 @@ def sgd_by_kernels(
 
 
 def _same_format(one: Tensor, other: Tensor) -> bool:
-    """Returns whether two tensors of the same shape have the same memory format. The stride of a dimension of
-    size 1 does not matter."""
-    strides = zip(one.shape, one.stride(), other.stride(), strict=True)
-    return all(a == b for size, a, b in strides if size > 1)
+    """Returns whether two tensors have the same shape and memory format. The stride of a dimension of size 1
+    does not matter."""
+    strides = zip(one.shape, one.stride(), other.stride(), strict=False)
+    return one.shape == other.shape and all(a == b for size, a, b in strides if size > 1)
 
 
 def _end_step(buffers: StepBuffers, statistics: Named, metrics: Named) -> None:
@@ -210,7 +208,7 @@ def _end_step(buffers: StepBuffers, statistics: Named, metrics: Named) -> None:
         torch._foreach_copy_(old, new)  # few kernels on a GPU for many small tensors
     else:
         for buffer, value in zip(old, new, strict=True):
-            buffers.write(buffer, value)
+            buffers.write(buffer, value, busy)
     for name, total in buffers.metrics.items():
         total.add_(metrics[name] if busy is None else torch.where(busy, metrics[name], 0.0))
     buffers.step.add_(1)

@@ -104,6 +104,13 @@ class Vmap:
         ready = images.is_cuda and self.pool.dtype == torch.bfloat16 and few and convolution.usable()
         return not (ready and getattr(network, "in_kernels", False))
 
+    def _from_package(self) -> bool:
+        """Returns whether method and network belong to ssfl. Only their steps may run on arbitrary numbers:
+        code from outside could use such a number as an index, for example."""
+        return type(self.method).__module__.startswith("ssfl.") and getattr(
+            self.networks[True], "compilable", True
+        )
+
     def train(self, rows: Tensor, momentum: Tensor, work: Work) -> TrainedRows:
         """Returns the models, momentum and metrics of n trainers (users, or the server) after up to T steps
         of SGD. Each step is computed for all trainers together."""
@@ -259,7 +266,7 @@ class Vmap:
     def _step_on(self, buffers: StepBuffers, batch: Batch) -> None:
         step = self._step_of(buffers, batch)
         gradients, metrics = self.method.gradient(step, self._losses[buffers.work.role])
-        kernels = buffers.step.is_cuda and self.pool.wide == torch.float32 and convolution.usable()
+        kernels = buffers.step.is_cuda and self.pool.dtype == torch.bfloat16 and convolution.usable()
         update = sgd_by_kernels if kernels and not self.optimizer.clip else self._sgd
         update(buffers, gradients, step.buffers, metrics, self.optimizer)
 
@@ -356,14 +363,18 @@ class Vmap:
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
-                if convolution.usable():
+                if self._from_package() and convolution.usable():
                     launching.compile_ahead(lambda: self._step(buffers, probabilities))
                 for _ in range(2):
                     buffers.step.zero_()
                     self._step(buffers, probabilities)
             torch.cuda.current_stream().wait_stream(side)
 
+        kernels = convolution.usable()
         run_without_kernels_if_they_fail(warm_up)
+        if convolution.usable() != kernels:  # without the kernels, torch should compile the network
+            self._functions()
+            warm_up()
         torch.cuda.empty_cache()  # frees memory for the recording, which uses a separate pool
         graph = torch.cuda.CUDAGraph()
         try:

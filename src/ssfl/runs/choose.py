@@ -8,7 +8,6 @@ shorter. Before its first round, a run measures its own costs, to forecast its t
 """
 
 import importlib.util
-import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from ssfl.config import loading
 from ssfl.config.settings import Config, DataSettings, ModelSettings
 from ssfl.core import progress
 from ssfl.core.fields import limits_of
+from ssfl.core.machine import cores
 from ssfl.data import decoding, own, pictures
 from ssfl.data.dataset import Dataset, checked
 from ssfl.errors import DataError, SsflError, one_line
@@ -358,11 +358,6 @@ def has_pretrained() -> bool:
     return (
         "lite0" in limits_of(ModelSettings)["name"].choices and importlib.util.find_spec(PACKAGE) is not None
     )
-
-
-def cores() -> int:
-    """Returns how many CPU cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def load_config(

@@ -19,6 +19,11 @@ PART = 1.0
 """The largest allowed length of one tensor's part of an update, such as that of the last layer. It is a
 multiple of the median length of this part over the users. Otherwise an attacker could put its whole update
 into one layer, where honest updates are short."""
+FEWEST = 3
+"""The limit for each tensor needs at least this many users. With two, the median would be the smaller length,
+so one user could stop any layer of the other."""
+MOST = 1e6
+"""The largest number that is reported for how many times too long an update is."""
 GROWTH = 2.0
 """Limits how fast the usual length (the median norm of the users' updates) may grow. In a new round, it is at
 most this multiple of the largest usual length in the remembered rounds."""
@@ -110,17 +115,15 @@ def judge(
             reasons[i] = f"an update {float(lengths[i] / usual):.1f} times as long as the median"
     passed = [i for i in judged if not reasons[i]]
     usual = _usual(lengths[passed], before)
-    times = (lengths / usual.clamp(min=torch.finfo(lengths.dtype).tiny)).tolist()
+    tiny = torch.finfo(lengths.dtype).tiny
+    times = (lengths / usual.clamp(min=tiny)).clamp(max=MOST).tolist()
     long = [i for i in passed if times[i] > REACH]
-    if long:
-        rows = rows.clone()
-        rows[long] = sent[long] + (REACH * usual / lengths[long])[:, None] * updates[long]
-    if passed and sizes:
-        left = _even(rows[passed] - sent[passed], sizes)
-        rows = rows.clone()
-        rows[passed] = sent[passed] + left
-        kept = torch.linalg.vector_norm(left, dim=1).clamp(min=torch.finfo(lengths.dtype).tiny)
-        for i, factor in zip(passed, (lengths[passed] / kept).tolist(), strict=True):
+    rows = rows.clone()
+    rows[long] = sent[long] + (REACH * usual / lengths[long])[:, None] * updates[long]
+    if len(passed) >= FEWEST and sizes:
+        _even(rows, sent, passed, sizes)
+        kept = torch.linalg.vector_norm(rows[passed] - sent[passed], dim=1).clamp(min=tiny)
+        for i, factor in zip(passed, (lengths[passed] / kept).clamp(max=MOST).tolist(), strict=True):
             times[i] = max(times[i], factor)
     weights = lengths.new_ones(len(rows))
     if trust is not None:
@@ -128,15 +131,17 @@ def judge(
     return GateResult(reasons, rows, usual, times, weights)
 
 
-def _even(updates: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Returns the `updates` [n, P + Q] of n users, with the part in each tensor shortened to at most `PART`
-    times its median length. `sizes` are the sizes of the tensors."""
-    parts = []
-    for part in updates.split(list(sizes), 1):
+def _even(rows: Tensor, sent: Tensor, users: list[int], sizes: Sequence[int]) -> None:
+    """Shortens the updates of these users, in place: the part in each tensor to at most `PART` times its
+    median length over the users. `rows` and `sent` [n, P + Q] are the models after and before training, and
+    `sizes` are the sizes of the tensors."""
+    for after, before in zip(rows.split(list(sizes), 1), sent.split(list(sizes), 1), strict=True):
+        part = after[users] - before[users]
         lengths = torch.linalg.vector_norm(part, dim=1)
-        factors = PART * lengths.median() / lengths.clamp(min=torch.finfo(lengths.dtype).tiny)
-        parts.append(part * factors.clamp(max=1)[:, None])
-    return torch.cat(parts, 1)
+        limit = PART * lengths.median()
+        for place in (lengths > limit).nonzero().flatten().tolist():
+            user = users[place]
+            after[user] = before[user] + limit / lengths[place] * part[place]
 
 
 def trusted(trust: Tensor, updates: Tensor, direction: Tensor) -> Tensor:

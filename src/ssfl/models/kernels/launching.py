@@ -1,15 +1,17 @@
 """Starts Triton kernels, or only compiles them. Compiling many kernels at once shortens the first round of a
 run."""
 
-import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import Context, copy_context
 from typing import Any
 
+from ssfl.core.machine import cores
+
 _compiling: Context | None = None
-"""The context in which kernels are compiled and not run; None if they are run."""
+"""The context in which kernels are compiled and not run; None if they are run. It holds for all threads of
+the process, so only one thread may train at a time."""
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
@@ -34,7 +36,7 @@ def compile_ahead(run: Callable[[], None]) -> None:
         return
     with (
         suppress(Exception),
-        ThreadPoolExecutor(os.cpu_count()) as threads,
+        ThreadPoolExecutor(min(cores(), 16)) as threads,
         triton.AsyncCompileMode(threads, ignore_errors=True),
     ):
         _compiling = copy_context()
