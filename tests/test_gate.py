@@ -88,7 +88,8 @@ def test_no_tensors_part_of_an_update_is_longer_than_is_usual_for_this_tensor() 
     assert torch.equal(found.rows[:4], (sent + updates)[:4])  # to the last bit
     # of two users, one must not stop any layer of the other
     two = gate.judge(sent[[0, 4]], (sent + updates)[[0, 4]], torch.zeros(2), sizes=(4, 3))
-    assert torch.equal(two.rows, (sent + updates)[[0, 4]])
+    assert torch.equal(two.rows[1], (sent + updates)[4])
+    assert (two.rows - sent[[0, 4]])[0].tolist() == pytest.approx((updates[0] * 5 / 25.25**0.5).tolist())
     whole = gate.judge(sent, sent + updates, torch.zeros(5))
     assert float((whole.rows - sent)[4].norm()) == pytest.approx(5)  # its length alone is not suspicious
 

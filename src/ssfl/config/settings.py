@@ -178,9 +178,10 @@ class FederationSettings:
     """Evaluate and save an exponential moving average of the model over rounds, with this decay. 0: evaluate
     and save the model itself."""
     gate: bool | None = None
-    """Check every user's update before it is averaged. Shorten it if it is longer than usual. Lower its
-    weight if the user's updates work against the server's labels. Refuse it if it is far too long or not
-    finite; a user that is refused three times is excluded. Default: only with real sites."""
+    """Check every user's update before it is averaged. Shorten it if it, or its part in one tensor, is longer
+    than usual. Lower its weight if the user's updates work against the server's labels. Refuse it if it is
+    far too long or not finite; a user that is refused three times is excluded. Default: only with real
+    sites."""
     combine: str = setting("mean", choices=("mean", "trimmed", "median"))
     """How the models of a group are averaged: by their "mean" (the paper), or robustly by a "trimmed" mean or
     the "median" of each weight."""
@@ -284,8 +285,8 @@ class RunSettings:
     users_at_once: int | None = setting(None, least=1, most=10_000_000, what="users")
     """How many users are trained at the same time. Default: as many participants as fit into memory."""
     compile: bool | None = None
-    """Whether to compile the training steps of the engine "vmap" on a GPU, which takes a while. Default: only
-    for long runs."""
+    """Whether to compile the training steps of the engine "vmap" on a GPU, which takes a while. Networks that
+    consist of ssfl's GPU kernels are not compiled. Default: only for long runs."""
     device: str = "auto"
     """The device that trains: "auto", "cpu", "cuda", "cuda:1" and so on. "auto" is the GPU if there is
     one."""
