@@ -75,7 +75,7 @@ class Centre(Simulation):
         fed = Round(self, state, self.plan.cohort(state.round), workers, keep=False)
         new, answers = self.played(state, fed), workers.answers
         for place, why in fed.log.refused.items():
-            self.fleet.refuse(self.fleet.names[fed.cohort.users[place]], why, counted=True)
+            self.fleet.refuse(self.fleet.names[fed.cohort.users[place]], why, counts=False)
         for place, times in fed.log.cut.items():
             self.fleet.cut(self.fleet.names[fed.cohort.users[place]], times)
         for place, weight in fed.log.against.items():

@@ -94,12 +94,12 @@ class Fleet(Sites):
         usual = min(self.needed, max(FEWEST, math.ceil(SHARE * sites)))
         return min(sites, usual if self.quorum is None else self.quorum)
 
-    def refuse(self, name: str | None, why: str, host: str | None = None, counted: bool = False) -> None:
+    def refuse(self, name: str | None, why: str, host: str | None = None, counts: bool = True) -> None:
         """Prints and logs that a message was refused, and why.
 
         `name` is the site that sent the message. If `name` is None, a stranger at the address `host` sent it.
-        A site is excluded after three of its answers were refused. If `counted` is true, this refusal does
-        not count: it was counted already, or it is no refusal of an answer.
+        `counts` says whether this refusal counts against the site. It does not if it was counted already, or
+        if no answer was refused. A site is excluded after three refusals that count.
         """
         why = post.short(why)
         event: Event = {"event": "refused", "site": name, "reason": why}
@@ -108,7 +108,7 @@ class Fleet(Sites):
             self.tell(f"refused: {host} sent {why}")
             return
         self.doing[name] = f"refused: {why}"
-        if not counted:
+        if counts:
             self._refused[name] = why
         self.tell(f"refused: {name} sent {why}")
 
@@ -162,7 +162,7 @@ class Fleet(Sites):
                     self.tell(f"the connection of {name} failed: {post.short(note['reason'])}")
                 else:
                     # only what costs the round an answer counts against a site, not a summary, for example
-                    self.refuse(name, note["reason"], None if name else note["from"], not note["lost"])
+                    self.refuse(name, note["reason"], None if name else note["from"], note["lost"])
         return lost
 
     def gather(self, first: bool = False) -> dict[int, int]:

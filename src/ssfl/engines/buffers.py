@@ -56,10 +56,6 @@ class StepBuffers:
         """[n]: whether each trainer takes this step. None: all do."""
         return None if self.taken is None else self.step < self.taken
 
-    def write(self, buffer: Tensor, new: Tensor, busy: Tensor | None) -> None:
-        """Copies new values [n, ...] into a buffer, but only for trainers that take this step (`busy`)."""
-        buffer.copy_(new if busy is None else torch.where(along(busy, buffer), new.to(buffer.dtype), buffer))
-
     def load(self, layout: Layout, rows: Tensor, momentum: Tensor, work: Work) -> None:
         """Copies the data of a round's trainers into the buffers, before the first step. The data are the
         models `rows`, the `momentum`, and the `work`: images, learning rates and random keys. If the buffers
@@ -166,12 +162,17 @@ def sgd(
         if optimizer.momentum:
             velocity = optimizer.momentum * buffers.velocity[name] + gradient
             gradient = gradient + optimizer.momentum * velocity if optimizer.nesterov else velocity
-            buffers.write(buffers.velocity[name], velocity, busy)
+            _write(buffers.velocity[name], velocity, busy)
         new = weight - along(rates, weight) * gradient
-        buffers.write(weight, new, busy)
+        _write(weight, new, busy)
         if buffers.rounded:
-            buffers.write(buffers.narrow[name], new, busy)
+            _write(buffers.narrow[name], new, busy)
     _end_step(buffers, statistics, metrics)
+
+
+def _write(buffer: Tensor, new: Tensor, busy: Tensor | None) -> None:
+    """Copies new values [n, ...] into a buffer, but only for trainers that take this step (`busy`)."""
+    buffer.copy_(new if busy is None else torch.where(along(busy, buffer), new.to(buffer.dtype), buffer))
 
 
 def sgd_by_kernels(
@@ -208,7 +209,7 @@ def _end_step(buffers: StepBuffers, statistics: Named, metrics: Named) -> None:
         torch._foreach_copy_(old, new)  # few kernels on a GPU for many small tensors
     else:
         for buffer, value in zip(old, new, strict=True):
-            buffers.write(buffer, value, busy)
+            _write(buffer, value, busy)
     for name, total in buffers.metrics.items():
         total.add_(metrics[name] if busy is None else torch.where(busy, metrics[name], 0.0))
     buffers.step.add_(1)
