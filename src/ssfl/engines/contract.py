@@ -2,6 +2,7 @@
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from ssfl.engines.work import TrainedRows, Work
@@ -14,6 +15,10 @@ class Engine(Protocol):
     The argument `work` of the methods says what the n trainers of a round do. It has their images, learning
     rates and random keys, for T steps with B images each.
     """
+
+    side: torch.cuda.Stream | None
+    """A second queue of GPU work, in which the server can train at the same time as the users; None if the
+    engine trains one after the other."""
 
     def train(self, rows: Tensor, momentum: Tensor, work: Work) -> TrainedRows:
         """Returns the models, momentum and metrics of n trainers (users, or the server) after T steps of SGD

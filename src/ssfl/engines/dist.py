@@ -77,6 +77,8 @@ class Dist:
     """The engine "dist". It wraps another engine, with which every rank (process) trains its share of the
     users."""
 
+    side: torch.cuda.Stream | None = None
+
     def __init__(self, engine: Engine, device: torch.device) -> None:
         self.engine, self.rank, self.size = engine, rank(), ranks()
         if self.size > 1:

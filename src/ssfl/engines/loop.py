@@ -27,6 +27,8 @@ from ssfl.federation import Method
 class Loop:
     """The engine "loop", which trains one trainer (a user or the server) after another."""
 
+    side: torch.cuda.Stream | None = None
+
     def __init__(
         self, model: nn.Module, layout: Layout, pool: Pool, optimizer: Optimizer, method: Method
     ) -> None:

@@ -47,6 +47,8 @@ class Spread:
     """Wraps another engine and divides its trainers (users or the server) among processes, so that all CPU
     cores are used."""
 
+    side: torch.cuda.Stream | None = None
+
     def __init__(self, engine: Engine, processes: int) -> None:
         global _engine
         self.engine, self.processes = engine, processes

@@ -55,6 +55,16 @@ class RecordedStep(NamedTuple):
     trains instead of predicting."""
 
 
+class Recorder(NamedTuple):
+    """What the CUDA graphs of one stream are recorded with. Graphs of one stream run one after another, so
+    they share memory. Those of another stream may run at the same time, and need their own."""
+
+    stream: torch.cuda.Stream
+    """Where steps are recorded. A graph keeps the priority of this stream."""
+    memory: Any
+    """The pool of memory for the graphs."""
+
+
 class Vmap:
     """The engine "vmap", which trains all trainers together."""
 
@@ -75,7 +85,8 @@ class Vmap:
         self.networks = {mode: copy.deepcopy(model).train(mode) for mode in (True, False)}
         self.compiled = compiled
         self._recorded: dict[Any, RecordedStep] = {}
-        self._memory: Any = None
+        self._recorders: dict[torch.cuda.Stream, Recorder] = {}
+        self.side = torch.cuda.Stream(priority=-1) if pool.images.is_cuda else None
         self._functions()
 
     def _functions(self) -> None:
@@ -376,9 +387,9 @@ class Vmap:
             self._functions()
             warm_up()
         torch.cuda.empty_cache()  # frees memory for the recording, which uses a separate pool
-        graph = torch.cuda.CUDAGraph()
+        graph, recorder = torch.cuda.CUDAGraph(), self._recorder(torch.cuda.current_stream())
         try:
-            with torch.cuda.graph(graph, pool=self._memory):
+            with torch.cuda.graph(graph, pool=recorder.memory, stream=recorder.stream):
                 self._step(buffers, probabilities)
         except RuntimeError as error:
             if isinstance(error, torch.OutOfMemoryError):
@@ -390,8 +401,13 @@ class Vmap:
                 stacklevel=2,
             )
             return RecordedStep(buffers, None, probabilities)
-        self._memory = self._memory or graph.pool()
         return RecordedStep(buffers, graph, probabilities)
+
+    def _recorder(self, stream: torch.cuda.Stream) -> Recorder:
+        if stream not in self._recorders:
+            own = torch.cuda.Stream(priority=stream.priority)
+            self._recorders[stream] = Recorder(own, torch.cuda.graph_pool_handle())
+        return self._recorders[stream]
 
 
 def _not_compiled(function: Callable[..., Any]) -> Callable[..., Any]:

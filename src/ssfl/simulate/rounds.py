@@ -161,7 +161,6 @@ class Round:
         self.log.server = self._measured(sent, trained.rows, trained.metrics)
         self.log.server_sent, self.log.server_row = sent[0], trained.rows[0]
         self.log.server_steps += count
-        self.sim.prepare(self.state.round + 1)  # while the device is busy
         momentum = ((placed(slots, sent.device), trained.momentum),) if len(self.state.momentum) else ()
         return trained.rows, Trained(trained.rows[0], momentum)
 
@@ -197,6 +196,7 @@ class Round:
         cohort = self.cohort = self.workers.send(start, self.cohort, train_server, send)
         returned = self._trained_users(start, cohort, server is not None, server_weight, send)
         train_server()
+        self.sim.prepare(self.state.round + 1)  # while the device is busy
         return self._averaged(start, returned, server_results, server_weight)
 
     def _trained_users(

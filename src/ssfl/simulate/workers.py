@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from ssfl.config.settings import Config
@@ -35,7 +36,15 @@ class Simulated:
         self, start: Tensor, cohort: Cohort, meanwhile: Callable[[], None], extra: Extra | None
     ) -> Cohort:
         """Returns the cohort unchanged. There is nothing to send, because the users are simulated on this
-        machine. Users that drop out were already left out when the cohort was drawn."""
+        machine. Users that drop out were already left out when the cohort was drawn.
+
+        If the engine can, the server starts to train here (`meanwhile`), next to the users. One model is too
+        small to fill a GPU.
+        """
+        if self.engine.side is not None and cohort.users:
+            self.engine.side.wait_stream(torch.cuda.current_stream(start.device))
+            with torch.cuda.stream(self.engine.side):
+                meanwhile()
         return cohort
 
     def train(self, rows: Tensor, momentum: Tensor, part: slice, tensors: Named) -> local.Returned:
@@ -46,6 +55,9 @@ class Simulated:
         work = replace(self.users_work.of(part), sent=tensors)
         with self.phases.during("users"):
             result = local.train(self.engine, self.config.method, self.layout.weights, rows, momentum, work)
+        if self.engine.side is not None:
+            with self.phases.during("server"):
+                torch.cuda.current_stream(rows.device).wait_stream(self.engine.side)
         users = self.cohort.users[part]
         return result._replace(rows=sent_back(self.config, self.layout, self.round, users, rows, result.rows))
 
@@ -54,5 +66,7 @@ class Simulated:
         images and returns the result. Usually m = 1; some methods train a copy of the server's model for each
         group. A model is a row of P weights and Q running statistics."""
         assert self.server_work is not None
+        if self.engine.side is not None and torch.cuda.current_stream(rows.device) == self.engine.side:
+            return self.engine.train(rows, momentum, self.server_work)  # `train` measures the time
         with self.phases.during("server"):
             return self.engine.train(rows, momentum, self.server_work)
