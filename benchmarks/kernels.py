@@ -49,6 +49,7 @@ PRODUCTS = [
     (128, 128, 64, 8, 4), (128, 128, 64, 4, 3), (256, 128, 64, 8, 3), (256, 128, 64, 8, 4),
     (128, 256, 64, 8, 3), (128, 256, 64, 8, 4), (256, 64, 64, 4, 4), (256, 64, 64, 4, 2),
     (128, 64, 64, 4, 4), (128, 64, 64, 4, 3), (64, 64, 64, 4, 6), (64, 128, 64, 4, 4),
+    (128, 64, 64, 4, 2), (128, 128, 64, 4, 2), (64, 64, 64, 4, 3), (64, 128, 64, 4, 3),
 ]  # fmt: skip
 """Candidate tiles for convolutions: pixels, output channels and input channels of a tile, then Triton's warps
 and stages."""
@@ -58,6 +59,9 @@ FILTERS = [
 ]  # fmt: skip
 """Candidate tiles for the gradient of the filters: the same five numbers, and whether three taps of a 3×3
 filter are computed together."""
+FOLDED = [(256, 4, 4), (256, 4, 3), (256, 8, 4), (128, 4, 4), (128, 4, 6), (128, 4, 3), (64, 4, 6)]
+FOLDED_FILTERS = [(128, 4, 3), (64, 4, 4), (64, 4, 3), (128, 8, 3), (128, 4, 2)]
+"""Candidate tiles for convolutions of which two columns are computed together: pixels, warps and stages."""
 
 
 def random(*shape: int, seed: int = 1) -> Tensor:
@@ -88,7 +92,7 @@ def products(case: tuple[int, ...], models: int, images: int, way: str) -> tuple
     `case` is a line of `CONVOLUTIONS`. `way` is "forward", "images" (gradient of the images) or "filters"
     (gradient of the filters).
     """
-    from ssfl.models.kernels import triton_conv, triton_tma
+    from ssfl.models.kernels import triton_conv, triton_fold, triton_tma
 
     inputs, outputs, size, kernel, stride, padding = case
     x = random(models * images, inputs, size, size)
@@ -106,6 +110,22 @@ def products(case: tuple[int, ...], models: int, images: int, way: str) -> tuple
             outputs.append(last(y if way == "forward" else torch.autograd.grad(y, grads[way], c)[0]).detach())
         return torch.stack(outputs) if way == "filters" else torch.cat(outputs)
 
+    def folded() -> Iterator[Candidate]:
+        made, summed = (inputs, outputs) if way == "images" else (outputs, inputs)
+        if not triton_fold.suits(x_last, made, out, kernel, stride, padding):
+            return
+        for pixels, *rest in FOLDED_FILTERS if way == "filters" else FOLDED:
+            tile = triton_tma.Tile(pixels, triton_fold.FOLD * made, summed, *rest)
+            if way == "filters":
+                for programs in (1,) if images < IMAGES else (132, 264, 528):
+                    parts = max(1, programs // (models * kernel))
+                    compute = partial(triton_fold.weights_grad, g_last, x_last, models, tile, parts)
+                    yield ["fold", *tile, parts], compute
+            else:
+                x_or_g = g_last if way == "images" else x_last
+                compute = partial(triton_fold.correlate, x_or_g, w_last, None, way == "images", tile)
+                yield ["fold", *tile], compute
+
     def old() -> Tensor:
         keep = triton_tma.hopper
         setattr(triton_tma, "hopper", lambda device: False)  # noqa: B010 (typed as a cached function)
@@ -120,6 +140,7 @@ def products(case: tuple[int, ...], models: int, images: int, way: str) -> tuple
 
     def each() -> Iterator[Candidate]:
         yield "old", old
+        yield from folded()
         seen: set[Any] = set()
         rows = PRODUCTS if way != "filters" else FILTERS
         for pixels, wide, deep, *rest in rows:
@@ -283,17 +304,18 @@ def label(candidate: Any, way: str) -> str:
     return json.dumps(candidate[:-1] if way == "filters" and candidate != "old" else candidate)
 
 
-def tasks(only: list[str]) -> list[tuple[Any, ...]]:
-    """Returns all combinations of layer and direction to try, for the networks in `only`."""
+def tasks(only: list[str], ways: list[str] | None) -> list[tuple[Any, ...]]:
+    """Returns all combinations of layer and direction to try, for the networks in `only`. `ways` are the
+    directions to try; None means all."""
     cases: list[tuple[Any, ...]] = []
     for name in only:
         for case in CONVOLUTIONS[name]:
             cases += [(products, name, case, way, MODELS[name]) for way in ("forward", "images", "filters")]
         for sizes in NORMS.get(name, []):
             for kind in ("group", "batch"):
-                ways = [f"{kind}{back}{add}" for back in ("", " back") for add in ("", " add")]
-                cases += [(norms, name, sizes, way, MODELS[name]) for way in ways]
-    return cases
+                each = [f"{kind}{back}{add}" for back in ("", " back") for add in ("", " add")]
+                cases += [(norms, name, sizes, way, MODELS[name]) for way in each]
+    return [case for case in cases if ways is None or case[3] in ways]
 
 
 def main() -> None:
@@ -302,13 +324,14 @@ def main() -> None:
         prog="python -m benchmarks.kernels", description="Find fast tiles for the GPU kernels."
     )
     parser.add_argument("--only", nargs="+", default=list(CONVOLUTIONS))
+    parser.add_argument("--ways", nargs="+", help='such as forward, images, filters and "batch back"')
     parser.add_argument("--processes", type=int, default=14)
     parser.add_argument(
         "--seconds", type=float, default=100, help="the most seconds for checking all candidates"
     )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    waiting = [(number, task) for number, task in enumerate(tasks(options.only))]
+    waiting = [(number, task) for number, task in enumerate(tasks(options.only, options.ways))]
     fork = multiprocessing.get_context("fork")
     running: dict[int, Any] = {}
     start = time.monotonic()

@@ -93,6 +93,25 @@ def test_users_with_different_numbers_of_steps_do_on_a_gpu_as_on_a_cpu(
     assert float((rows[0] - rows[1]).norm() / rows[0].norm()) < 1e-6
 
 
+@pytest.mark.parametrize("settings", [["method.name=grouping"], ["method.name=crl-gn", "run.users_at_once=2"],
+                                      ["method.name=easgd", "train.momentum_policy=server"]])  # fmt: skip
+def test_a_server_that_trains_next_to_the_users_gives_the_same_bytes(
+    quick: Make, settings: list[str]
+) -> None:
+    rows = []
+    for beside in (True, False):
+        sim = assemble.make(quick("run.device=cuda", "run.engine=vmap", *settings))
+        assert isinstance(sim.engine, Vmap) and sim.engine.side is not None
+        if not beside:
+            sim.engine.side = None
+        state = sim.initial()
+        for _ in range(6):
+            state, events = sim.play(state)
+            assert {"users", "server"} <= set(events[0]["phases"])
+        rows.append(torch.cat([state.streams.flatten(), state.average, state.momentum.flatten()]).cpu())
+    assert torch.equal(*rows)
+
+
 @pytest.mark.parametrize("engine", ["loop", "vmap"])
 def test_the_same_bytes_again_and_after_a_resume(quick: Make, tmp_path: Path, engine: str) -> None:
     config = quick(f"run.engine={engine}", "run.device=cuda", "run.checkpoint_every=2", "federation.rounds=6")

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ssfl.models.kernels import triton_tma
+from ssfl.models.kernels import triton_fold, triton_tma
 from ssfl.models.kernels.launching import launch
 from ssfl.models.kernels.triton_sum import totals
 
@@ -256,6 +256,8 @@ def _launch(
     the images. The result has `size` (height, width) pixels and `outputs` channels. It is zero where `output`
     is zero, if that is given. Chooses the kernel that suits the GPU and the shapes."""
     models, images, channels = len(w), len(x) // len(w), x.shape[3]
+    if output is None and triton_fold.suits(x, outputs, size[1], w.shape[2], stride * up, pad):
+        return triton_fold.correlate(x, w, bias, flip)
     tile = triton_tma.product_tile(x, models, size, outputs, w.shape[2], stride, up)
     if tile is not None and output is None:
         return triton_tma.correlate(
@@ -286,6 +288,8 @@ def weights_grad(
     If `few` is true, the images have few channels (a network's first layer). Then they are [n · B, C, H, W],
     and the result is [n, O, C, k, k].
     """
+    if not few and triton_fold.suits_grad(grad, x, models, kernel, stride, padding):
+        return triton_fold.weights_grad(grad, x, models)
     tile = None if few else triton_tma.filter_tile(grad, x, models, kernel, stride)
     if tile is not None:
         return triton_tma.weights_grad(grad, x, models, kernel, stride, padding, *tile)

@@ -45,7 +45,7 @@ division and subtracted after it."""
 def _correlate(
     x, w, bias, y, images, H, W, y_model,
     stride: tl.constexpr, up: tl.constexpr, pad: tl.constexpr, k: tl.constexpr,
-    C: tl.constexpr, OUT: tl.constexpr, FLIP: tl.constexpr, BIAS: tl.constexpr,
+    C: tl.constexpr, OUT: tl.constexpr, FLIP: tl.constexpr, BIAS: tl.constexpr, FOLD: tl.constexpr,
     BI: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     FAR: tl.constexpr,
 ):  # fmt: skip
@@ -57,7 +57,11 @@ def _correlate(
     is the convolution, and w is [n · O, k · k · C]. If FLIP is true, x is the gradient of the convolution's
     output, and y is the gradient of the images. Then w is [n · C, k · k · O], and `up` is the stride of the
     forward pass. Pixels of the same phase (position modulo `up`) are computed together.
+
+    With FOLD, a pixel of y stands for FOLD neighbouring columns, and w are widened filters
+    (`triton_fold.py`).
     """
+    STEP: tl.constexpr = stride * FOLD  # between the columns of x that neighbouring pixels of y begin at
     BM: tl.constexpr = BI * BH * BW
     DEEP: tl.constexpr = C // BK
     model = tl.program_id(2) // (up * up)
@@ -75,8 +79,8 @@ def _correlate(
         taps = (k - dy + up - 1) // up * wide
         top, left = row + (below + pad - dy) // up, column + (beside + pad - dx) // up
     else:
-        wide = k
-        taps = k * k
+        wide = k + FOLD - 1
+        taps = k * wide
     total = tl.zeros((BN, BM), dtype=tl.float32)
     for i in range(taps * DEEP):
         tap = i // DEEP
@@ -86,9 +90,9 @@ def _correlate(
             a = x.load([first, top - tap // wide, 0, left - tap % wide, c])
             b = w.load([model * C + c, at * OUT + o]).T
         else:
-            h, v = tap // wide + (FAR * stride - pad), tap % wide + (FAR * stride - pad)
-            high, far = row + h // stride - FAR, column + v // stride - FAR
-            a = x.load([first, high, h % stride, far, v % stride * C + c])
+            h, v = tap // wide + (FAR * stride - pad), tap % wide + (FAR * STEP - pad)
+            high, far = row + h // stride - FAR, column + v // STEP - FAR
+            a = x.load([first, high, h % stride, far, v % STEP * C + c])
             b = w.load([model * OUT + o, tap * C + c])
         total = tl.dot(b, tl.reshape(a, (BM, BK)).T, total)
     o += tl.arange(0, BN)
@@ -109,29 +113,33 @@ def _filters(
     g, x, out, images, H, W, steps, chunk, out_model, out_part,
     stride: tl.constexpr, pad: tl.constexpr, k: tl.constexpr, C: tl.constexpr, OUT: tl.constexpr,
     BI: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, BO: tl.constexpr, BJ: tl.constexpr,
-    ROW: tl.constexpr, FLAT: tl.constexpr, FAR: tl.constexpr,
+    ROW: tl.constexpr, FLAT: tl.constexpr, FOLD: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
     """Writes the gradient with respect to the filters, summed over a chunk of the pixels m. Output out[o,
     tap, c] is the sum of g[m, o] · x[pixel m moved by the tap, c]. Here g is the gradient of the
     convolution's output, and a tap is a position in the filter.
 
     With ROW, the three taps in a row of a 3 × 3 filter are computed together, since they use the same values
-    of g. With FLAT, g is [pixels, O] and a tile of g is contiguous in memory.
+    of g. With FLAT, g is [pixels, O] and a tile of g is contiguous in memory. With FOLD, a pixel of g stands
+    for FOLD neighbouring columns, and out are widened filters (`triton_fold.py`), with four taps in a row.
     """
+    STEP: tl.constexpr = stride * FOLD
+    WIDE: tl.constexpr = k + FOLD - 1
     BM: tl.constexpr = BI * BH * BW
     DEEP: tl.constexpr = C // BJ
-    LINES: tl.constexpr = k * k // 3 if ROW else k * k
+    LINES: tl.constexpr = k if ROW else k * WIDE
     model = tl.program_id(2)
     part = tl.program_id(1)
     c = tl.program_id(0) % DEEP * BJ
-    tap = tl.program_id(0) // DEEP % LINES * (3 if ROW else 1)
+    tap = tl.program_id(0) // DEEP % LINES * (WIDE if ROW else 1)
     o = tl.program_id(0) // (DEEP * LINES) * BO
     across, down = tl.cdiv(W, BW), tl.cdiv(H, BH)
-    h, v = tap // k + (FAR * stride - pad), tap % k + (FAR * stride - pad)
+    h, v = tap // WIDE + (FAR * stride - pad), tap % WIDE + (FAR * STEP - pad)
     total = tl.zeros((BO, BJ), dtype=tl.float32)
     if ROW:
         second = tl.zeros((BO, BJ), dtype=tl.float32)
         third = tl.zeros((BO, BJ), dtype=tl.float32)
+        fourth = tl.zeros((BO, BJ), dtype=tl.float32)
     for t in range(part * chunk, tl.minimum((part + 1) * chunk, steps)):
         column = t % across * BW
         row = t // across % down * BH
@@ -142,21 +150,26 @@ def _filters(
             a = tl.reshape(g.load([image, row, 0, column, o]), (BM, BO)).T
         row += h // stride - FAR
         column -= FAR
-        b = x.load([image, row, h % stride, column + v // stride, v % stride * C + c])
+        b = x.load([image, row, h % stride, column + v // STEP, v % STEP * C + c])
         total = tl.dot(a, tl.reshape(b, (BM, BJ)), total)
         if ROW:
-            b = x.load([image, row, h % stride, column + (v + 1) // stride, (v + 1) % stride * C + c])
+            b = x.load([image, row, h % stride, column + (v + 1) // STEP, (v + 1) % STEP * C + c])
             second = tl.dot(a, tl.reshape(b, (BM, BJ)), second)
-            b = x.load([image, row, h % stride, column + (v + 2) // stride, (v + 2) % stride * C + c])
+            b = x.load([image, row, h % stride, column + (v + 2) // STEP, (v + 2) % STEP * C + c])
             third = tl.dot(a, tl.reshape(b, (BM, BJ)), third)
+            if FOLD == 2:
+                b = x.load([image, row, h % stride, column + (v + 3) // STEP, (v + 3) % STEP * C + c])
+                fourth = tl.dot(a, tl.reshape(b, (BM, BJ)), fourth)
     o += tl.arange(0, BO)
     c += tl.arange(0, BJ)
     out += model.to(tl.int64) * out_model + part.to(tl.int64) * out_part
-    place = out + o[:, None] * (k * k * C) + tap * C + c[None, :]
+    place = out + o[:, None] * (k * WIDE * C) + tap * C + c[None, :]
     tl.store(place, total.to(out.dtype.element_ty))
     if ROW:
         tl.store(place + C, second.to(out.dtype.element_ty))
         tl.store(place + 2 * C, third.to(out.dtype.element_ty))
+        if FOLD == 2:
+            tl.store(place + 3 * C, fourth.to(out.dtype.element_ty))
 
 
 class Tile(NamedTuple):
@@ -211,13 +224,15 @@ def box_shape(pixels: int, height: int, width: int) -> tuple[int, int, int]:
     return pixels // (rows * columns), rows, columns
 
 
-def pixel_boxes(x: Tensor, stride: int, box: tuple[int, int, int], channels: int) -> Any:
+def pixel_boxes(x: Tensor, stride: int, box: tuple[int, int, int], channels: int, fold: int = 1) -> Any:
     """Returns a descriptor with which the copy engine (TMA) loads boxes of pixels from x. The tensor x [n ·
     B, H, W, C] has the images of n models, B for each model. A box has box[0] images, box[1] rows, box[2]
-    columns and `channels` channels. Neighbouring pixels of a box are `stride` pixels apart in the image."""
+    columns and `channels` channels. Neighbouring pixels of a box are `stride` rows and `stride` · `fold`
+    columns apart in the image."""
     _, height, width, deep = x.shape
-    shape = [len(x), height // stride, stride, width // stride, stride * deep]
-    strides = [height * width * deep, stride * width * deep, width * deep, stride * deep, 1]
+    step = stride * fold
+    shape = [len(x), height // stride, stride, width // step, step * deep]
+    strides = [height * width * deep, stride * width * deep, width * deep, step * deep, 1]
     return TensorDescriptor(x, shape, strides, [box[0], box[1], 1, box[2], channels])
 
 
@@ -295,7 +310,7 @@ def _flat(box: tuple[int, int, int], height: int, width: int) -> bool:
 
 def correlate(
     x: Tensor, w: Tensor, bias: Tensor | None, size: list[int], outputs: int,
-    stride: int, up: int, padding: int, flip: bool, tile: Tile,
+    stride: int, up: int, padding: int, flip: bool, tile: Tile, fold: int = 1,
 ) -> Tensor:  # fmt: skip
     """Returns a convolution, or the gradient of a convolution with respect to its images. Each of n models
     has B images and its own filters w [n, O, k, k, C].
@@ -306,6 +321,8 @@ def correlate(
 
     `size` is the height and width of the result, and `outputs` its number of channels. `padding` is that of
     the convolution in both cases. `tile` comes from `product_tile`.
+
+    If `fold` is not 1, w are widened filters, and the result has `fold` columns in one (`triton_fold.py`).
     """
     models, images, channels, kernel = len(w), len(x) // len(w), x.shape[3], w.shape[2]
     y = x.new_empty(len(x), *size, outputs)
@@ -314,10 +331,10 @@ def correlate(
     down, across = (triton.cdiv(-(-side // up), each) for side, each in zip(size, box[1:], strict=True))
     launch(
         _correlate, (triton.cdiv(images, box[0]) * down * across, outputs // tile.outputs, models * up * up),
-        pixel_boxes(x, stride, box, tile.channels), matrix_tiles(w, models * w.shape[1], block),
+        pixel_boxes(x, stride, box, tile.channels, fold), matrix_tiles(w, models * w.shape[1], block),
         w if bias is None else bias.contiguous(), y, images, size[0], size[1],
         images * size[0] * size[1] * outputs, stride, up, padding, kernel, channels, outputs,
-        flip, bias is not None,
+        flip, bias is not None, fold,
         *box, tile.outputs, tile.channels, FAR, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return y
@@ -333,11 +350,16 @@ def weights_grad(
     tile: Tile,
     row: bool,
     parts: int,
+    fold: int = 1,
 ) -> Tensor:
     """Returns the gradient of a convolution with respect to its filters, [n, O, k, k, C]. Each of n models
     has O filters of k × k pixels and C channels. `grad` is the gradient of the convolution's output, and x
     has its input images. `tile`, `row` and `parts` come from `filter_tile`. Sums over pixels are in
-    float32."""
+    float32.
+
+    If `fold` is not 1, `grad` has `fold` columns in one. Then the result has the partial sums of the gradient
+    with respect to widened filters (`triton_fold.py`).
+    """
     _, height, width, outputs = grad.shape
     channels, images = x.shape[3], len(x) // models
     box = box_shape(tile.pixels, height, width)
@@ -345,18 +367,20 @@ def weights_grad(
     steps = images // box[0] * triton.cdiv(height, box[1]) * triton.cdiv(width, box[2])
     parts = max(1, min(parts, steps))
     chunk = triton.cdiv(steps, parts)
-    shape = (models, outputs, kernel, kernel, channels)
-    out = grad.new_empty(shape) if parts == 1 else grad.new_empty(parts, *shape, dtype=torch.float32)
-    length = outputs * kernel * kernel * channels
-    taps = kernel * kernel // 3 if row else kernel * kernel
+    wide = kernel + fold - 1
+    shape = (models, outputs, kernel, wide, channels)
+    whole = parts == 1 and fold == 1
+    out = grad.new_empty(shape) if whole else grad.new_empty(parts, *shape, dtype=torch.float32)
+    length = outputs * kernel * wide * channels
+    taps = kernel if row else kernel * wide
     launch(
         _filters, ((outputs // tile.outputs) * taps * (channels // tile.channels), parts, models),
         matrix_tiles(grad, len(grad) * height * width, [tile.pixels, tile.outputs])
         if flat
         else pixel_boxes(grad, 1, box, tile.outputs),
-        pixel_boxes(x, stride, box, tile.channels),
+        pixel_boxes(x, stride, box, tile.channels, fold),
         out, images, height, width, steps, chunk, length, models * length,
-        stride, padding, kernel, channels, outputs, *box, tile.outputs, tile.channels, row, flat, FAR,
+        stride, padding, kernel, channels, outputs, *box, tile.outputs, tile.channels, row, flat, fold, FAR,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    return out if parts == 1 else totals(out, grad.dtype)
+    return out if whole or fold > 1 else totals(out, grad.dtype)
