@@ -100,6 +100,7 @@ def products(case: tuple[int, ...], models: int, images: int, way: str) -> tuple
     out = (size + 2 * padding - kernel) // stride + 1
     g = random(models * images, outputs, out, out, seed=3)
     x_last, w_last, g_last = last(x), last(w), last(g)
+    level = torch.zeros(models, outputs, device="cuda")
 
     def expected() -> Tensor:
         outputs = []
@@ -109,6 +110,15 @@ def products(case: tuple[int, ...], models: int, images: int, way: str) -> tuple
             grads = {"forward": 0, "images": a, "filters": b}
             outputs.append(last(y if way == "forward" else torch.autograd.grad(y, grads[way], c)[0]).detach())
         return torch.stack(outputs) if way == "filters" else torch.cat(outputs)
+
+    def product(*arguments: Any) -> Tensor:
+        return triton_tma.correlate(*arguments)[0]
+
+    def folded_product(*arguments: Any) -> Tensor:
+        return triton_fold.correlate(*arguments)[0]
+
+    def with_moments() -> Tensor:
+        return triton_conv.correlate_with_moments(x_last, w_last, None, stride, padding, level)[0]
 
     def folded() -> Iterator[Candidate]:
         made, summed = (inputs, outputs) if way == "images" else (outputs, inputs)
@@ -123,7 +133,7 @@ def products(case: tuple[int, ...], models: int, images: int, way: str) -> tuple
                     yield ["fold", *tile, parts], compute
             else:
                 x_or_g = g_last if way == "images" else x_last
-                compute = partial(triton_fold.correlate, x_or_g, w_last, None, way == "images", tile)
+                compute = partial(folded_product, x_or_g, w_last, None, way == "images", None, tile)
                 yield ["fold", *tile], compute
 
     def old() -> Tensor:
@@ -140,6 +150,8 @@ def products(case: tuple[int, ...], models: int, images: int, way: str) -> tuple
 
     def each() -> Iterator[Candidate]:
         yield "old", old
+        if way == "forward":
+            yield "moments", with_moments
         yield from folded()
         seen: set[Any] = set()
         rows = PRODUCTS if way != "filters" else FILTERS
@@ -159,10 +171,10 @@ def products(case: tuple[int, ...], models: int, images: int, way: str) -> tuple
                     False,
                     tile,
                 )
-                yield from fresh(seen, tile, partial(triton_tma.correlate, *how))
+                yield from fresh(seen, tile, partial(product, *how))
             elif way == "images":
                 how = (g_last, w_last, None, [size, size], inputs, 1, stride, padding, True, tile)
-                yield from fresh(seen, tile, partial(triton_tma.correlate, *how))
+                yield from fresh(seen, tile, partial(product, *how))
             elif not (rest[2] and kernel != 3):
                 taps = kernel if rest[2] else kernel**2
                 tiles = models * taps * (outputs // tile.outputs) * (inputs // tile.channels)
@@ -301,7 +313,7 @@ def timed(function: Callable[[], Any]) -> float:
 def label(candidate: Any, way: str) -> str:
     """Returns a candidate's name as text. For "filters", the number of parts is left out, because it depends
     on the number of models."""
-    return json.dumps(candidate[:-1] if way == "filters" and candidate != "old" else candidate)
+    return json.dumps(candidate[:-1] if way == "filters" and isinstance(candidate, list) else candidate)
 
 
 def tasks(only: list[str], ways: list[str] | None) -> list[tuple[Any, ...]]:

@@ -101,7 +101,8 @@ def test_a_server_that_trains_next_to_the_users_gives_the_same_bytes(
     rows = []
     for beside in (True, False):
         sim = assemble.make(quick("run.device=cuda", "run.engine=vmap", *settings))
-        assert isinstance(sim.engine, Vmap) and sim.engine.side is not None
+        assert isinstance(sim.engine, Vmap)
+        assert sim.engine.side is not None
         if not beside:
             sim.engine.side = None
         state = sim.initial()

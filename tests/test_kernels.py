@@ -178,6 +178,40 @@ def test_batch_norm(models: int, images: int, channels: int, size: int, added: b
     assert gradients_close(found, given, expected, exact, 5 * ROUNDED, seed=5)
 
 
+@pytest.mark.parametrize(
+    ("models", "images", "inputs", "outputs", "size", "kernel", "stride", "padding"),
+    [
+        (3, 6, 32, 32, 32, 3, 1, 1),
+        (2, 5, 16, 32, 8, 3, 1, 1),
+        (2, 5, 64, 64, 12, 3, 1, 1),
+        (3, 7, 64, 128, 16, 3, 2, 1),
+        (2, 64, 512, 512, 4, 3, 1, 1),
+        (2, 5, 64, 128, 16, 1, 2, 0),
+        (2, 5, 16, 48, 8, 3, 1, 1),  # no kernel computes the sums
+        (3, 5, 3, 64, 32, 3, 1, 1),  # nor here
+    ],
+)
+def test_batch_norm_with_the_sums_of_a_convolution(
+    models: int, images: int, inputs: int, outputs: int, size: int, kernel: int, stride: int, padding: int
+) -> None:
+    x = random(models * images, inputs, size, size)
+    weight = random(models, outputs, inputs, kernel, kernel, seed=2).requires_grad_()
+    scale, shift = random(models, outputs, seed=3), random(models, outputs, seed=4)
+    running = torch.randn(models, outputs, device="cuda"), torch.rand(models, outputs, device="cuda")
+    y, sums = convolution.convolve_with_moments(x, weight, stride, padding, running[0])
+    plain = convolution.convolve(x, weight, None, stride, padding)
+    assert torch.equal(y, plain)
+    assert bool(sums.numel()) == (triton_tma.hopper(x.device) and inputs > 4 and outputs != 48)
+    found = normalisation.batch_norm(y, scale, shift, None, *running, 0.1, 1e-5, 0.0, sums)
+    expected = normalisation.batch_norm(plain, scale, shift, None, *running, 0.1, 1e-5, 0.0)
+    assert close(found[0], expected[0].float())
+    for one, other in zip(found[1:], expected[1:], strict=True):
+        assert torch.allclose(one, other, rtol=1e-4, atol=1e-5)
+    towards = random(*y.shape, seed=5)
+    ours, theirs = (torch.autograd.grad(each[0], weight, towards)[0] for each in (found, expected))
+    assert close(ours, theirs.float())
+
+
 @pytest.mark.parametrize("training", [True, False])
 def test_a_networks_batch_norm_is_the_plain_layers(training: bool) -> None:
     layer, x = layers.BatchNorm(32).cuda().train(training), random(6, 32, 8, 8) + 1

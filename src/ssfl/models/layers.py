@@ -101,15 +101,15 @@ class BatchNorm(nn.Module):
         known = self.training or not torch.is_grad_enabled()
         return known and self.weight.dim() == 2 and fused.suit_batch(x, len(self.weight))
 
-    def activated(self, x: Tensor, add: Tensor | None, slope: float) -> Tensor:
+    def activated(self, x: Tensor, add: Tensor | None, slope: float, sums: Tensor | None = None) -> Tensor:
         """Returns activation(norm(x) + add), computed by ssfl's GPU kernels in one pass over the images. The
         activation is a leaky ReLU with this negative `slope`; 0 is ReLU, and 1 is none. In training mode, it
-        updates the running statistics."""
+        updates the running statistics. `sums` are what a convolution computed for this norm, if it did."""
         running = self.running_mean, self.running_var
         if not self.training:
             return fused.batch_norm_fixed(x, self.weight, self.bias, add, *running, self.eps, slope)  # type: ignore[no-any-return]
         y, _, _, mean, var = fused.batch_norm(
-            x, self.weight, self.bias, add, *running, self.momentum, self.eps, slope
+            x, self.weight, self.bias, add, *running, self.momentum, self.eps, slope, sums
         )
         self.running_mean, self.running_var = mean.detach(), var.detach()
         return y  # type: ignore[no-any-return]
@@ -166,6 +166,20 @@ def activate(norm: nn.Module, x: Tensor, add: Tensor | None = None, slope: float
     x = norm(x)
     x = x if add is None else x + add
     return F.leaky_relu(x, slope) if slope else F.relu(x)
+
+
+def convolve_and_activate(
+    conv: Conv2d, norm: nn.Module, x: Tensor, add: Tensor | None = None, slope: float = 0.0
+) -> Tensor:
+    """Returns `activate` of the convolution of x. For batch normalisation, ssfl's GPU kernels compute its
+    statistics together with the convolution. This saves a pass over the images."""
+    several = conv.weight.dim() == 5 and conv.bias is None and convolution.suit(x, conv.weight)
+    if several and isinstance(norm, BatchNorm) and norm.training and not torch.compiler.is_compiling():
+        y, sums = convolution.convolve_with_moments(
+            x, conv.weight, conv.stride[0], int(conv.padding[0]), norm.running_mean
+        )
+        return norm.activated(y, add, slope, sums) if norm.suits(y) else activate(norm, y, add, slope)
+    return activate(norm, conv(x), add, slope)
 
 
 def _per_channel(values: Tensor, dims: int) -> Tensor:

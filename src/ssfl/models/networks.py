@@ -11,7 +11,15 @@ from torch.nn import functional as F
 
 from ssfl.errors import ConfigError
 from ssfl.models.kernels import stem
-from ssfl.models.layers import Conv2d, Linear, activate, dropout, dropout_factors, normalisation
+from ssfl.models.layers import (
+    Conv2d,
+    Linear,
+    activate,
+    convolve_and_activate,
+    dropout,
+    dropout_factors,
+    normalisation,
+)
 
 DROPOUT = 0.25
 """The probability with which the network `cnn` sets a channel of an image to zero in training."""
@@ -87,8 +95,8 @@ class BasicBlock(nn.Module):
             self.shortcut.append(normalisation(norm, outputs))
 
     def forward(self, x: Tensor) -> Tensor:
-        out = activate(self.norm1, self.conv1(x))
-        return activate(self.norm2, self.conv2(out), add=self.shortcut(x))
+        out = convolve_and_activate(self.conv1, self.norm1, x)
+        return convolve_and_activate(self.conv2, self.norm2, out, add=self.shortcut(x))
 
 
 class ResNet18(nn.Module):
@@ -182,7 +190,7 @@ class WideBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out = activate(self.norm1, x, slope=0.1)
         short = x if isinstance(self.shortcut, nn.Identity) else self.shortcut(out)
-        out = activate(self.norm2, self.conv1(out), slope=0.1)
+        out = convolve_and_activate(self.conv1, self.norm2, out, slope=0.1)
         return self.conv2(out) + short  # type: ignore[no-any-return]
 
 

@@ -80,6 +80,30 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None, stride: int, padding: int)
     return x.new_empty(x.shape[0], *size, weight.shape[1]).movedim(-1, -3)
 
 
+@torch.library.custom_op("ssfl::convolve_with_moments", mutates_args=())
+def convolve_with_moments(
+    x: Tensor, weight: Tensor, stride: int, padding: int, level: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Returns the same as `convolve`, without bias. Also returns sums with which `batch_norm` computes its
+    statistics, so that it need not read the images for this. They are empty if the kernel does not compute
+    them. They are sums over the result minus `level` [n, O]. No gradient flows through them."""
+    from ssfl.models.kernels import triton_conv
+
+    if weight.shape[2] <= FEW:
+        out, sums = triton_conv.first(x.contiguous(), weight.contiguous(), None, stride, padding), None
+    else:
+        out, sums = triton_conv.correlate_with_moments(
+            pixels_first(x), pixels_first(weight), None, stride, padding, level.contiguous()
+        )
+    return out.movedim(-1, -3), level.new_empty(0) if sums is None else sums
+
+
+@convolve_with_moments.register_fake
+def _(x: Tensor, weight: Tensor, stride: int, padding: int, level: Tensor) -> tuple[Tensor, Tensor]:
+    size = [_out(s, weight.shape[-1], stride, padding) for s in x.shape[2:]]
+    return x.new_empty(x.shape[0], *size, weight.shape[1]).movedim(-1, -3), level.new_empty(0)
+
+
 @torch.library.custom_op("ssfl::convolve_images_grad", mutates_args=())
 def _images_grad(grad: Tensor, weight: Tensor, size: list[int], stride: int, padding: int) -> Tensor:
     from ssfl.models.kernels import triton_conv
@@ -115,18 +139,40 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(x, weight)
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
-    x, weight = ctx.saved_tensors
-    to_x = to_weight = to_bias = None
+def _gradients(ctx: Any, grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Returns the gradients of a convolution with respect to images and filters; None if not needed."""
+    to_x = to_weight = None
     if ctx.needs_input_grad[0]:
         if weight.shape[2] <= FEW:
             raise NotImplementedError("no gradient for pictures")
         to_x = _images_grad(grad, weight, list(x.shape[2:]), ctx.stride, ctx.padding)
     if ctx.needs_input_grad[1]:
         to_weight = _weights_grad(grad, x, len(weight), weight.shape[-1], ctx.stride, ctx.padding)
+    return to_x, to_weight
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+    x, weight = ctx.saved_tensors
+    to_x, to_weight = _gradients(ctx, grad, x, weight)
+    to_bias = None
     if ctx.needs_input_grad[2]:
         to_bias = grad.unflatten(0, (len(weight), -1)).sum((1, 3, 4), dtype=torch.float32).to(grad.dtype)
     return to_x, to_weight, to_bias, None, None
 
 
 convolve.register_autograd(_backward, setup_context=_remember)
+
+
+def _remember_with_moments(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, weight, ctx.stride, ctx.padding, _ = inputs
+    ctx.set_materialize_grads(False)  # no zeros as gradients of the sums
+    ctx.save_for_backward(x, weight)
+
+
+def _backward_with_moments(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    x, weight = ctx.saved_tensors
+    to_x, to_weight = _gradients(ctx, grad, x, weight)
+    return to_x, to_weight, None, None, None
+
+
+convolve_with_moments.register_autograd(_backward_with_moments, setup_context=_remember_with_moments)

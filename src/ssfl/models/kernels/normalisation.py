@@ -119,7 +119,7 @@ def offsets_fit(x: Tensor, models: int) -> bool:
 @torch.library.custom_op("ssfl::batch_norm", mutates_args=())
 def batch_norm(
     x: Tensor, weight: Tensor, bias: Tensor, add: Tensor | None, running_mean: Tensor, running_var: Tensor,
-    momentum: float, eps: float, slope: float,
+    momentum: float, eps: float, slope: float, sums: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns max(y, slope · y), where y = batch_norm(x) + add, for n models at once: batch normalisation,
     addition and activation. Images are [n · B, C, H, W]; weight and bias are [n, C]. If `add` is None,
@@ -128,13 +128,17 @@ def batch_norm(
     Also returns the mean and the variance of each model's channels, and the new running mean and variance,
     [n, C] each. `momentum` is the weight of this batch in the running statistics. No gradient flows through
     these four.
+
+    `sums` are what `convolve_with_moments` returned with x, for the level `running_mean`; None or empty if x
+    was computed otherwise.
     """
     from ssfl.models.kernels import triton_batch
 
     images, summand = pixels_first(x), None if add is None else pixels_first(add)
     mean, var, new_mean, new_var = triton_batch.statistics(
-        images, running_mean.contiguous(), running_var.contiguous(), momentum
-    )
+        images, running_mean.contiguous(), running_var.contiguous(), momentum,
+        None if sums is None or not sums.numel() else sums,
+    )  # fmt: skip
     out = triton_batch.forward(images, mean, var, weight.contiguous(), bias.contiguous(), summand, eps, slope)
     return out.movedim(-1, -3), mean, var, new_mean, new_var
 
@@ -142,7 +146,7 @@ def batch_norm(
 @batch_norm.register_fake
 def _(
     x: Tensor, weight: Tensor, bias: Tensor, add: Tensor | None, running_mean: Tensor, running_var: Tensor,
-    momentum: float, eps: float, slope: float,
+    momentum: float, eps: float, slope: float, sums: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     each = (x.new_empty(weight.shape, dtype=torch.float32) for _ in range(4))
     return (x.new_empty(x.shape[0], *x.shape[2:], x.shape[1]).movedim(-1, -3), *each)  # type: ignore[return-value]
@@ -195,7 +199,7 @@ def _(
 
 
 def _remember_batch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, weight, bias, add, *_, ctx.eps, ctx.slope = inputs
+    x, weight, bias, add, *_, ctx.eps, ctx.slope, _ = inputs
     ctx.set_materialize_grads(False)  # no zeros as gradients of the statistics
     ctx.added = add is not None
     ctx.save_for_backward(x, weight, bias, *output[:3])
@@ -206,7 +210,7 @@ def _batch_backward(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Tensor |
     to_x, to_add, scale, shift = _batch_grad(
         grad, x, y, mean, var, weight, bias, ctx.eps, ctx.slope, ctx.added
     )
-    return to_x, scale, shift, to_add if ctx.added else None, None, None, None, None, None
+    return to_x, scale, shift, to_add if ctx.added else None, *[None] * 6
 
 
 batch_norm.register_autograd(_batch_backward, setup_context=_remember_batch)

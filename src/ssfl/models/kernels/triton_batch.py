@@ -51,13 +51,17 @@ def _moments(x, out, rows, chunk, C: tl.constexpr, BR: tl.constexpr, BC: tl.cons
 @triton.jit(do_not_specialize=["rows", "parts"])
 def _statistics(
     x, sums, mean, var, running_mean, running_var, new_mean, new_var, rows, parts, momentum,
-    C: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr,
+    C: tl.constexpr, GIVEN: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Writes the mean and the variance of each channel of a model, computed from the partial sums that
-    `_moments` wrote. Also writes the new running mean and variance, as torch's BatchNorm computes them."""
+    `_moments` wrote. Also writes the new running mean and variance, as torch's BatchNorm computes them. With
+    GIVEN, a convolution wrote the sums, with the running mean as the level instead of the first pixel."""
     model = tl.program_id(1).to(tl.int64)
     c = tl.program_id(0) * BC + tl.arange(0, BC)
-    level = tl.load(x + model * rows * C + c).to(tl.float32)
+    if GIVEN:
+        level = tl.load(running_mean + model * C + c)
+    else:
+        level = tl.load(x + model * rows * C + c).to(tl.float32)
     one, two = _added(sums, model, c, parts, C, BP, BC)
     one, two = level + one / rows, tl.maximum(two / rows - (one / rows) * (one / rows), 0.0)
     at = model * C + c
@@ -199,27 +203,40 @@ def _parts(rows: int, models: int, channels: int, wide: int, tall: int) -> tuple
     return triton.cdiv(rows, chunk), chunk
 
 
-def statistics(
-    x: Tensor, running_mean: Tensor, running_var: Tensor, momentum: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns the mean and the variance of each channel of n models over their images [n · B, H, W, C], and
-    the new running mean and variance, [n, C] each. `momentum` is the weight of the images in these."""
-    models, channels = running_mean.shape
-    rows = x.numel() // (models * channels)
-    wide = _wide(channels, 64)
+def moments(x: Tensor, models: int) -> Tensor:
+    """Returns two sums for each channel of n models over their images [n · B, H, W, C]: of d and of d², where
+    d is a pixel's value minus that of the first pixel. The result is [n, parts, 2, C], because the pixels are
+    divided into parts."""
+    channels = x.shape[3]
+    rows, wide = x.numel() // (models * channels), _wide(channels, 64)
     tall = HELD // wide
     parts, chunk = _parts(rows, models, channels, wide, tall)
     sums = x.new_empty(models, parts, 2, channels, dtype=torch.float32)
-    mean, var, new_mean, new_var = (torch.empty_like(running_mean) for _ in range(4))
     launch(
         _moments, (channels // wide, parts, models),
         x, sums, rows, chunk, channels, tall, wide, num_warps=4,
     )  # fmt: skip
-    narrow = _wide(channels, 16)
+    return sums
+
+
+def statistics(
+    x: Tensor, running_mean: Tensor, running_var: Tensor, momentum: float, sums: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns the mean and the variance of each channel of n models over their images [n · B, H, W, C], and
+    the new running mean and variance, [n, C] each. `momentum` is the weight of the images in these.
+
+    `sums` are those of `moments`, but with the running mean in place of the first pixel. A convolution
+    computes them (`triton_tma.correlate`). If they are None, they are computed here.
+    """
+    models, channels = running_mean.shape
+    rows, narrow = x.numel() // (models * channels), _wide(channels, 16)
+    given = sums is not None
+    sums = moments(x, models) if sums is None else sums
+    mean, var, new_mean, new_var = (torch.empty_like(running_mean) for _ in range(4))
     launch(
         _statistics, (channels // narrow, models),
-        x, sums, mean, var, running_mean, running_var, new_mean, new_var, rows, parts, momentum,
-        channels, TOGETHER, narrow, num_warps=4,
+        x, sums, mean, var, running_mean, running_var, new_mean, new_var, rows, sums.shape[1], momentum,
+        channels, given, TOGETHER, narrow, num_warps=4,
     )  # fmt: skip
     return mean, var, new_mean, new_var
 

@@ -231,8 +231,16 @@ def first(x: Tensor, w: Tensor, bias: Tensor | None, stride: int, padding: int, 
 def correlate(x: Tensor, w: Tensor, bias: Tensor | None, stride: int, padding: int) -> Tensor:
     """Returns the convolutions of n models, [n · B, H', W', O]. Images are [n · B, H, W, C], filters [n, O,
     k, k, C] and biases [n, O]."""
+    return correlate_with_moments(x, w, bias, stride, padding, None)[0]
+
+
+def correlate_with_moments(
+    x: Tensor, w: Tensor, bias: Tensor | None, stride: int, padding: int, level: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Returns the same convolutions as `correlate`. If `level` [n, O] is not None, also returns the sums for
+    batch normalisation (see `triton_tma.correlate`), or None if the kernel does not compute them."""
     size = [(s + 2 * padding - w.shape[2]) // stride + 1 for s in x.shape[1:3]]
-    return _launch(x, w, bias, size, w.shape[1], stride, 1, padding, False)
+    return _launch(x, w, bias, size, w.shape[1], stride, 1, padding, False, level=level)
 
 
 def spread(
@@ -245,24 +253,27 @@ def spread(
     If the images are the `output` of a ReLU, it can be given here. Then the result is the gradient of the
     ReLU's input.
     """
-    return _launch(grad, w, None, size, w.shape[4], 1, stride, w.shape[2] - 1 - padding, True, output)
+    return _launch(grad, w, None, size, w.shape[4], 1, stride, w.shape[2] - 1 - padding, True, output)[0]
 
 
 def _launch(
     x: Tensor, w: Tensor, bias: Tensor | None, size: list[int],
     outputs: int, stride: int, up: int, pad: int, flip: bool, output: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    level: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Returns the result of `_correlate`: a convolution or, if `flip` is true, its gradient with respect to
     the images. The result has `size` (height, width) pixels and `outputs` channels. It is zero where `output`
-    is zero, if that is given. Chooses the kernel that suits the GPU and the shapes."""
+    is zero, if that is given. Chooses the kernel that suits the GPU and the shapes. Also returns what
+    `triton_tma.correlate` returns for this `level`, if that is the kernel."""
     models, images, channels = len(w), len(x) // len(w), x.shape[3]
     if output is None and triton_fold.suits(x, outputs, size[1], w.shape[2], stride * up, pad):
-        return triton_fold.correlate(x, w, bias, flip)
+        return triton_fold.correlate(x, w, bias, flip, level)
     tile = triton_tma.product_tile(x, models, size, outputs, w.shape[2], stride, up)
     if tile is not None and output is None:
         return triton_tma.correlate(
-            x, w, bias, size, outputs, stride, up, w.shape[2] - 1 - pad if flip else pad, flip, tile
-        )
+            x, w, bias, size, outputs, stride, up, w.shape[2] - 1 - pad if flip else pad, flip, tile,
+            level=level,
+        )  # fmt: skip
     y = x.new_empty(len(x), *size, outputs)
     tall, wide, deep, warps, stages = _product_tiles(outputs, channels)
     pixels = images * -(-size[0] // up) * -(-size[1] // up)
@@ -275,7 +286,7 @@ def _launch(
         stride, up, pad, w.shape[2], channels, outputs, flip, bias is not None, output is not None,
         tall, wide, deep, num_warps=warps, num_stages=stages,
     )  # fmt: skip
-    return y
+    return y, None
 
 
 def weights_grad(

@@ -106,19 +106,25 @@ def widened(w: Tensor, flip: bool) -> Tensor:
 
 
 def correlate(
-    x: Tensor, w: Tensor, bias: Tensor | None, flip: bool, tile: triton_tma.Tile | None = None
-) -> Tensor:
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    flip: bool,
+    level: Tensor | None = None,
+    tile: triton_tma.Tile | None = None,
+) -> tuple[Tensor, Tensor | None]:
     """Returns a convolution [n · B, H, W, O] of images x [n · B, H, W, C] with filters w [n, O, 3, 3, C] and
     biases [n, O]. If `flip` is true, x is the gradient of a convolution's output, and the result the gradient
-    of its images."""
+    of its images. If `level` [n, O] is not None, also returns the sums for batch normalisation, see
+    `triton_tma.correlate`."""
     wide = widened(w, flip)
     outputs, channels = wide.shape[1], x.shape[3]
     if tile is None:
         tile = triton_tma.Tile(256, outputs, min(channels & -channels, 64), 4, 4)
     both = None if bias is None else bias.repeat(1, FOLD)
     size = [x.shape[1], x.shape[2] // FOLD]
-    y = triton_tma.correlate(x, wide, both, size, outputs, 1, 1, 1, False, tile, FOLD)
-    return y.view(*x.shape[:3], outputs // FOLD)
+    y, sums = triton_tma.correlate(x, wide, both, size, outputs, 1, 1, 1, False, tile, FOLD, level)
+    return y.view(*x.shape[:3], outputs // FOLD), sums
 
 
 def weights_grad(

@@ -43,11 +43,11 @@ division and subtracted after it."""
 
 @triton.jit(do_not_specialize=["images", "H", "W"])
 def _correlate(
-    x, w, bias, y, images, H, W, y_model,
+    x, w, bias, level, y, sums, images, H, W, y_model,
     stride: tl.constexpr, up: tl.constexpr, pad: tl.constexpr, k: tl.constexpr,
     C: tl.constexpr, OUT: tl.constexpr, FLIP: tl.constexpr, BIAS: tl.constexpr, FOLD: tl.constexpr,
-    BI: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    FAR: tl.constexpr,
+    MOMENTS: tl.constexpr, BI: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
     """Writes a convolution, or its gradient with respect to the images. Output y[o, m] is the value of
     channel o at pixel m. It is the sum, over taps (positions in the filter) and channels c, of w · x[pixel m
@@ -60,6 +60,9 @@ def _correlate(
 
     With FOLD, a pixel of y stands for FOLD neighbouring columns, and w are widened filters
     (`triton_fold.py`).
+
+    With MOMENTS, two sums for each channel over the pixels of this tile are written to `sums`: of d and of
+    d², where d is the value of y minus the channel's `level`. Batch normalisation needs them.
     """
     STEP: tl.constexpr = stride * FOLD  # between the columns of x that neighbouring pixels of y begin at
     BM: tl.constexpr = BI * BH * BW
@@ -105,7 +108,16 @@ def _correlate(
     inside = (image < images) & (row < rows) & (column < columns)
     place = (image * H + row * up + below) * W + column * up + beside
     y += model.to(tl.int64) * y_model
-    tl.store(y + place[None, :] * OUT + o[:, None], total.to(y.dtype.element_ty), mask=inside[None, :])
+    rounded = total.to(y.dtype.element_ty)
+    tl.store(y + place[None, :] * OUT + o[:, None], rounded, mask=inside[None, :])
+    if MOMENTS:
+        DEPTH: tl.constexpr = OUT // FOLD
+        start = tl.load(level + model * DEPTH + o % DEPTH)
+        d = tl.where(inside[None, :], rounded.to(tl.float32) - start[:, None], 0.0)
+        part = (model * tl.num_programs(0) + tl.program_id(0)) * FOLD + o // DEPTH
+        sums += part * 2 * DEPTH + o % DEPTH
+        tl.store(sums, tl.sum(d, 1))
+        tl.store(sums + DEPTH, tl.sum(d * d, 1))
 
 
 @triton.jit(do_not_specialize=["images", "H", "W", "steps", "chunk"])
@@ -310,8 +322,8 @@ def _flat(box: tuple[int, int, int], height: int, width: int) -> bool:
 
 def correlate(
     x: Tensor, w: Tensor, bias: Tensor | None, size: list[int], outputs: int,
-    stride: int, up: int, padding: int, flip: bool, tile: Tile, fold: int = 1,
-) -> Tensor:  # fmt: skip
+    stride: int, up: int, padding: int, flip: bool, tile: Tile, fold: int = 1, level: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Returns a convolution, or the gradient of a convolution with respect to its images. Each of n models
     has B images and its own filters w [n, O, k, k, C].
 
@@ -323,21 +335,28 @@ def correlate(
     the convolution in both cases. `tile` comes from `product_tile`.
 
     If `fold` is not 1, w are widened filters, and the result has `fold` columns in one (`triton_fold.py`).
+
+    If `level` [n, O] is not None, also returns the sums for batch normalisation, as `triton_batch.moments`
+    does. They are sums over the result minus its channel's `level`.
     """
     models, images, channels, kernel = len(w), len(x) // len(w), x.shape[3], w.shape[2]
     y = x.new_empty(len(x), *size, outputs)
     box = box_shape(tile.pixels, -(-size[0] // up), -(-size[1] // up))
     block = [tile.channels, tile.outputs] if flip else [tile.outputs, tile.channels]
     down, across = (triton.cdiv(-(-side // up), each) for side, each in zip(size, box[1:], strict=True))
+    parts, sums = triton.cdiv(images, box[0]) * down * across, None
+    if level is not None:
+        sums = level.new_empty(models, parts * fold, 2, outputs // fold)
     launch(
-        _correlate, (triton.cdiv(images, box[0]) * down * across, outputs // tile.outputs, models * up * up),
+        _correlate, (parts, outputs // tile.outputs, models * up * up),
         pixel_boxes(x, stride, box, tile.channels, fold), matrix_tiles(w, models * w.shape[1], block),
-        w if bias is None else bias.contiguous(), y, images, size[0], size[1],
+        w if bias is None else bias.contiguous(), w if level is None else level, y,
+        y if sums is None else sums, images, size[0], size[1],
         images * size[0] * size[1] * outputs, stride, up, padding, kernel, channels, outputs,
-        flip, bias is not None, fold,
+        flip, bias is not None, fold, level is not None,
         *box, tile.outputs, tile.channels, FAR, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    return y
+    return y, sums
 
 
 def weights_grad(
