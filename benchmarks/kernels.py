@@ -122,18 +122,21 @@ def products(case: tuple[int, ...], models: int, images: int, way: str) -> tuple
 
     def folded() -> Iterator[Candidate]:
         made, summed = (inputs, outputs) if way == "images" else (outputs, inputs)
-        if not triton_fold.suits(x_last, made, out, kernel, stride, padding):
+        size_made = size if way == "images" else out
+        if not triton_fold.suits(x_last, made, size_made, kernel, stride) or out % triton_fold.FOLD:
             return
         for pixels, *rest in FOLDED_FILTERS if way == "filters" else FOLDED:
             tile = triton_tma.Tile(pixels, triton_fold.FOLD * made, summed, *rest)
             if way == "filters":
                 for programs in (1,) if images < IMAGES else (132, 264, 528):
                     parts = max(1, programs // (models * kernel))
-                    compute = partial(triton_fold.weights_grad, g_last, x_last, models, tile, parts)
+                    compute = partial(triton_fold.weights_grad, g_last, x_last, models, padding, tile, parts)
                     yield ["fold", *tile, parts], compute
             else:
                 x_or_g = g_last if way == "images" else x_last
-                compute = partial(folded_product, x_or_g, w_last, None, way == "images", None, tile)
+                pad = kernel - 1 - padding if way == "images" else padding
+                how = x_or_g, w_last, None, [size_made] * 2, pad, way == "images", None, None, tile
+                compute = partial(folded_product, *how)
                 yield ["fold", *tile], compute
 
     def old() -> Tensor:

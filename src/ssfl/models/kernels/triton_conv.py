@@ -266,8 +266,8 @@ def _launch(
     is zero, if that is given. Chooses the kernel that suits the GPU and the shapes. Also returns what
     `triton_tma.correlate` returns for this `level`, if that is the kernel."""
     models, images, channels = len(w), len(x) // len(w), x.shape[3]
-    if output is None and triton_fold.suits(x, outputs, size[1], w.shape[2], stride * up, pad):
-        return triton_fold.correlate(x, w, bias, flip, level)
+    if triton_fold.suits(x, outputs, size[1], w.shape[2], stride * up):
+        return triton_fold.correlate(x, w, bias, size, pad, flip, level, output)
     tile = triton_tma.product_tile(x, models, size, outputs, w.shape[2], stride, up)
     if tile is not None and output is None:
         return triton_tma.correlate(
@@ -299,8 +299,8 @@ def weights_grad(
     If `few` is true, the images have few channels (a network's first layer). Then they are [n · B, C, H, W],
     and the result is [n, O, C, k, k].
     """
-    if not few and triton_fold.suits_grad(grad, x, models, kernel, stride, padding):
-        return triton_fold.weights_grad(grad, x, models)
+    if not few and triton_fold.suits_grad(grad, x, models, kernel, stride):
+        return triton_fold.weights_grad(grad, x, models, padding)
     tile = None if few else triton_tma.filter_tile(grad, x, models, kernel, stride)
     if tile is not None:
         return triton_tma.weights_grad(grad, x, models, kernel, stride, padding, *tile)

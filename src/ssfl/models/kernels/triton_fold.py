@@ -74,19 +74,19 @@ def _narrow(
     tl.store(out + i, total.to(out.dtype.element_ty), mask=i < count)
 
 
-def suits(x: Tensor, outputs: int, width: int, kernel: int, stride: int, padding: int) -> bool:
+def suits(x: Tensor, outputs: int, width: int, kernel: int, stride: int) -> bool:
     """Returns whether a convolution is computed in this way: the images x [n · B, H, W, C] are convolved with
     `outputs` filters, and the result is `width` pixels wide."""
     few = outputs == triton_tma.NARROW // FOLD
-    whole = kernel == KERNEL and stride == 1 and padding == 1 and width % FOLD == 0 and x.shape[2] == width
+    whole = kernel == KERNEL and stride == 1 and width % FOLD == 0 and x.shape[2] % FOLD == 0
     return few and whole and triton_tma.hopper(x.device)
 
 
-def suits_grad(grad: Tensor, x: Tensor, models: int, kernel: int, stride: int, padding: int) -> bool:
+def suits_grad(grad: Tensor, x: Tensor, models: int, kernel: int, stride: int) -> bool:
     """Returns whether the gradient of a convolution with respect to its filters is computed in this way. The
     arguments are as in `weights_grad`."""
     _, height, width, outputs = grad.shape
-    if not suits(x, outputs, width, kernel, stride, padding):
+    if not suits(x, outputs, width, kernel, stride):
         return False
     box = triton_tma.box_shape(SUMMED, height, width // FOLD)
     return len(x) // models % box[0] == 0  # otherwise a tile would extend into the next model's images
@@ -109,35 +109,46 @@ def correlate(
     x: Tensor,
     w: Tensor,
     bias: Tensor | None,
+    size: list[int],
+    padding: int,
     flip: bool,
     level: Tensor | None = None,
+    output: Tensor | None = None,
     tile: triton_tma.Tile | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns a convolution [n · B, H, W, O] of images x [n · B, H, W, C] with filters w [n, O, 3, 3, C] and
-    biases [n, O]. If `flip` is true, x is the gradient of a convolution's output, and the result the gradient
-    of its images. If `level` [n, O] is not None, also returns the sums for batch normalisation, see
-    `triton_tma.correlate`."""
+    """Returns a convolution [n · B, H', W', O] of images x [n · B, H, W, C] with filters w [n, O, 3, 3, C]
+    and biases [n, O]. `size` is (H', W'). If `flip` is true, x is the gradient of a convolution's output, and
+    the result the gradient of its images. Then `padding` is 2 minus that of the convolution. `level` and
+    `output`, and the second result, are as in `triton_tma.correlate`."""
     wide = widened(w, flip)
     outputs, channels = wide.shape[1], x.shape[3]
     if tile is None:
-        tile = triton_tma.Tile(256, outputs, min(channels & -channels, 64), 4, 4)
+        deep = min(channels & -channels, 64)
+        tile = triton_tma.Tile(*(128, outputs, deep, 4, 3) if deep == 64 else (256, outputs, deep, 4, 4))
     both = None if bias is None else bias.repeat(1, FOLD)
-    size = [x.shape[1], x.shape[2] // FOLD]
-    y, sums = triton_tma.correlate(x, wide, both, size, outputs, 1, 1, 1, False, tile, FOLD, level)
-    return y.view(*x.shape[:3], outputs // FOLD), sums
+    folded = [size[0], size[1] // FOLD]
+    y, sums = triton_tma.correlate(
+        x, wide, both, folded, outputs, 1, 1, padding, False, tile, FOLD, level, output
+    )
+    return y.view(len(x), *size, outputs // FOLD), sums
 
 
 def weights_grad(
-    grad: Tensor, x: Tensor, models: int, tile: triton_tma.Tile | None = None, parts: int | None = None
+    grad: Tensor,
+    x: Tensor,
+    models: int,
+    padding: int,
+    tile: triton_tma.Tile | None = None,
+    parts: int | None = None,
 ) -> Tensor:
-    """Returns the gradient of a convolution with respect to its filters, [n, O, 3, 3, C]. `grad` [n · B, H,
-    W, O] is the gradient of the convolution's output, and x [n · B, H, W, C] has its images."""
+    """Returns the gradient of a convolution with respect to its filters, [n, O, 3, 3, C]. `grad` [n · B, H',
+    W', O] is the gradient of the convolution's output, and x [n · B, H, W, C] has its images."""
     count, height, width, outputs = grad.shape
     folded, channels = grad.view(count, height, width // FOLD, FOLD * outputs), x.shape[3]
     if tile is None or parts is None:
         tile = triton_tma.Tile(SUMMED, FOLD * outputs, min(channels & -channels, 64), 4, 3)
         parts = max(1, triton_tma.PROGRAMS // (models * KERNEL * (channels // tile.channels)))
-    sums = triton_tma.weights_grad(folded, x, models, KERNEL, 1, 1, tile, True, parts, FOLD)
+    sums = triton_tma.weights_grad(folded, x, models, KERNEL, 1, padding, tile, True, parts, FOLD)
     out = grad.new_empty(models, outputs, KERNEL, KERNEL, channels)
     launch(
         _narrow, (triton.cdiv(out.numel(), HELD),),
