@@ -18,8 +18,9 @@ from ssfl.models.kernels.launching import launch
 PROGRAMS = 1056
 """How many Triton programs (blocks of GPU threads) keep a large GPU busy: eight for each of its 132
 multiprocessors."""
-TOGETHER = 32
-"""How many partial sums a Triton program loads and adds at a time."""
+TOGETHER, MANY = 32, 128
+"""How many partial sums a Triton program loads and adds at a time: those of `_moments`, and those of a
+convolution, which are more."""
 HELD = 4096
 """The number of values in a tile (pixels times channels), which a Triton program loads at a time."""
 
@@ -236,7 +237,7 @@ def statistics(
     launch(
         _statistics, (channels // narrow, models),
         x, sums, mean, var, running_mean, running_var, new_mean, new_var, rows, sums.shape[1], momentum,
-        channels, given, TOGETHER, narrow, num_warps=4,
+        channels, given, MANY if given else TOGETHER, narrow, num_warps=4,
     )  # fmt: skip
     return mean, var, new_mean, new_var
 

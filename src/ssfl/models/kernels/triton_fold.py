@@ -123,8 +123,7 @@ def correlate(
     wide = widened(w, flip)
     outputs, channels = wide.shape[1], x.shape[3]
     if tile is None:
-        deep = min(channels & -channels, 64)
-        tile = triton_tma.Tile(*(128, outputs, deep, 4, 3) if deep == 64 else (256, outputs, deep, 4, 4))
+        tile = triton_tma.Tile(256, outputs, min(channels & -channels, 64), 4, 4)
     both = None if bias is None else bias.repeat(1, FOLD)
     folded = [size[0], size[1] // FOLD]
     y, sums = triton_tma.correlate(
@@ -146,8 +145,9 @@ def weights_grad(
     count, height, width, outputs = grad.shape
     folded, channels = grad.view(count, height, width // FOLD, FOLD * outputs), x.shape[3]
     if tile is None or parts is None:
-        tile = triton_tma.Tile(SUMMED, FOLD * outputs, min(channels & -channels, 64), 4, 3)
-        parts = max(1, triton_tma.PROGRAMS // (models * KERNEL * (channels // tile.channels)))
+        deep = min(channels & -channels, 64)
+        tile = triton_tma.Tile(SUMMED if deep < 32 else SUMMED // 2, FOLD * outputs, deep, 4, 3)
+        parts = max(1, 2 * triton_tma.PROGRAMS // (models * KERNEL * (channels // deep)))
     sums = triton_tma.weights_grad(folded, x, models, KERNEL, 1, padding, tile, True, parts, FOLD)
     out = grad.new_empty(models, outputs, KERNEL, KERNEL, channels)
     launch(

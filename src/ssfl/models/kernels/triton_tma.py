@@ -30,10 +30,9 @@ except ImportError:  # Triton is too old
 
 PROGRAMS = 132
 """How many Triton programs (blocks of GPU threads) keep the GPU busy: one for each multiprocessor."""
-MOST_PARTS = 4
-"""The largest number of parts into which these kernels split a sum over pixels. If more parts would be
-needed, `triton_conv.py` is used instead. In such cases these kernels were hardly faster, or were not
-measured."""
+MOST_PARTS = 8
+"""The largest number of parts into which these kernels split a sum over pixels. If these are too few to keep
+the GPU busy, `triton_conv.py` is used instead. In such cases these kernels were hardly faster."""
 NARROW = 64
 """The smallest number of outputs in a tile that the tensor cores can compute."""
 FAR = 8
@@ -277,16 +276,23 @@ def product_tile(
     of channels. The tile sizes were chosen by measurements, results/kernels-h200.json.
     """
     _, height, width, channels = x.shape
-    if not hopper(x.device) or height % stride or width % stride or outputs % NARROW:
+    if not hopper(x.device) or height % stride or width % stride:
         return None
     deep = min(channels & -channels, 64)
+    if outputs == NARROW // 2 and up > 1 and deep == 64:
+        return Tile(256, outputs, deep, 4, 2)
+    if outputs % NARROW:
+        return None
     if deep < 64:
         return Tile(256, NARROW, deep, 4, 4)
     if outputs % 128 or kernel == 1:
         return Tile(128, NARROW, deep, 4, 3)
     pixels = len(x) // models * -(-size[0] // up) * -(-size[1] // up)
-    if models * up * up * pixels // 128 * (outputs // 128) < PROGRAMS:
+    tiles = models * up * up * pixels // 128 * (outputs // 128)
+    if tiles < PROGRAMS:
         return Tile(64, 128, deep, 4, 4)
+    if tiles <= 3 * PROGRAMS and channels <= 128:  # with two stages, all run at once, three on each
+        return Tile(128, 128, deep, 4, 2)  # multiprocessor
     return Tile(128, 128, deep, 8, 4) if up == 1 and channels >= 256 else Tile(128, 128, deep, 4, 3)
 
 
@@ -315,10 +321,10 @@ def filter_tile(
     if images % box[0]:  # a tile would extend into the next model's images
         return None
     tiles = models * (outputs // tile.outputs) * (kernel if row else kernel**2) * (channels // tile.channels)
-    programs = PROGRAMS * (1 if _flat(box, height, width) else 4) * (1 if kernel > 1 else 2)
+    programs = PROGRAMS * (1 if _flat(box, height, width) else 8) * (1 if kernel > 1 else 2)
     steps = images // box[0] * triton.cdiv(height, box[1]) * triton.cdiv(width, box[2])
-    parts = max(1, min(programs // tiles, steps // 4))
-    return None if parts > MOST_PARTS else (tile, row, parts)
+    parts = max(1, min(programs // tiles, steps // 4, MOST_PARTS))
+    return None if parts == MOST_PARTS and parts * tiles < PROGRAMS else (tile, row, parts)
 
 
 def _flat(box: tuple[int, int, int], height: int, width: int) -> bool:
