@@ -123,7 +123,9 @@ def products(case: tuple[int, ...], models: int, images: int, way: str) -> tuple
     def folded() -> Iterator[Candidate]:
         made, summed = (inputs, outputs) if way == "images" else (outputs, inputs)
         size_made = size if way == "images" else out
-        if not triton_fold.suits(x_last, made, size_made, kernel, stride) or out % triton_fold.FOLD:
+        even = size % triton_fold.FOLD == 0 and out % triton_fold.FOLD == 0
+        narrow = triton_fold.FOLD * made == triton_tma.NARROW and triton_tma.hopper(x.device)
+        if not (even and narrow and kernel == triton_fold.KERNEL and stride == 1):
             return
         for pixels, *rest in FOLDED_FILTERS if way == "filters" else FOLDED:
             tile = triton_tma.Tile(pixels, triton_fold.FOLD * made, summed, *rest)
@@ -135,7 +137,7 @@ def products(case: tuple[int, ...], models: int, images: int, way: str) -> tuple
             else:
                 x_or_g = g_last if way == "images" else x_last
                 pad = kernel - 1 - padding if way == "images" else padding
-                how = x_or_g, w_last, None, [size_made] * 2, pad, way == "images", None, None, tile
+                how = x_or_g, w_last, None, [size_made] * 2, pad, way == "images", None, tile
                 compute = partial(folded_product, *how)
                 yield ["fold", *tile], compute
 

@@ -119,14 +119,20 @@ def page(files: Sequence[Path]) -> str:
     for title, contests in sorted(tables.items()):
         parts.append(f"\n## {title}\n\n{_table(contests)}\n")
         for name, contest in contests:
-            devices = sorted({run["device"] for one in contest["standings"] for run in one["runs"]})
-            commits = sorted({str(run["commit"])[:7] for one in contest["standings"] for run in one["runs"]})
-            versions = ", ".join(f"{what} {contest['versions'].get(what, '?')}" for what in ("ssfl", "torch"))
+            runs = [run for one in contest["standings"] for run in one["runs"]]
+            devices = sorted({run["device"] for run in runs})
+            commits = sorted({str(run["commit"])[:7] for run in runs})
+            versions = ", ".join(_versions(runs, what) for what in ("ssfl", "torch"))
             parts.append(
                 f"\n`{contest['command']}` ([{name}](../results/leaderboard/{name}); {', '.join(devices)}; "
                 f"{contest['date'][:10]}; commit {', '.join(commits)}; {versions}).\n"
             )
     return "".join([*parts, ADD])
+
+
+def _versions(runs: list[dict[str, Any]], package: str) -> str:
+    """Returns which versions of a package the runs used, as text. The table may have been made elsewhere."""
+    return f"{package} {', '.join(sorted({str(run['versions'].get(package, '?')) for run in runs}))}"
 
 
 def _require_fit(name: str, contest: dict[str, Any]) -> None:

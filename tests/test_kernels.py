@@ -182,7 +182,6 @@ def test_batch_norm(models: int, images: int, channels: int, size: int, added: b
     ("models", "images", "inputs", "outputs", "size", "kernel", "stride", "padding"),
     [
         (3, 6, 32, 32, 32, 3, 1, 1),
-        (2, 5, 16, 32, 8, 3, 1, 1),
         (2, 5, 64, 64, 12, 3, 1, 1),
         (3, 7, 64, 128, 16, 3, 2, 1),
         (2, 64, 512, 512, 4, 3, 1, 1),

@@ -266,7 +266,7 @@ def _launch(
     is zero, if that is given. Chooses the kernel that suits the GPU and the shapes. Also returns what
     `triton_tma.correlate` returns for this `level`, if that is the kernel."""
     models, images, channels = len(w), len(x) // len(w), x.shape[3]
-    if output is None and channels == 32 and triton_fold.suits(x, outputs, size[1], w.shape[2], stride * up):
+    if output is None and triton_fold.suits(x, outputs, size[1], w.shape[2], stride * up):
         return triton_fold.correlate(x, w, bias, size, pad, flip, level)
     tile = triton_tma.product_tile(x, models, size, outputs, w.shape[2], stride, up)
     if tile is not None and output is None:

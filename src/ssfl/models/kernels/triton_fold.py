@@ -20,6 +20,8 @@ FOLD = 2
 """How many columns are computed as one."""
 KERNEL = 3
 """The side of the filters."""
+CHANNELS = 32
+"""The number of input channels for which this is faster (results/kernels-narrow-h200.json)."""
 SUMMED = 128
 """How many pixels of two columns each are added up at a time for the gradient of the filters."""
 HELD = 1024
@@ -77,6 +79,10 @@ def _narrow(
 def suits(x: Tensor, outputs: int, width: int, kernel: int, stride: int) -> bool:
     """Returns whether a convolution is computed in this way: the images x [n · B, H, W, C] are convolved with
     `outputs` filters, and the result is `width` pixels wide."""
+    return x.shape[3] == CHANNELS and _possible(x, outputs, width, kernel, stride)
+
+
+def _possible(x: Tensor, outputs: int, width: int, kernel: int, stride: int) -> bool:
     few = outputs == triton_tma.NARROW // FOLD
     whole = kernel == KERNEL and stride == 1 and width % FOLD == 0 and x.shape[2] % FOLD == 0
     return few and whole and triton_tma.hopper(x.device)
@@ -86,7 +92,7 @@ def suits_grad(grad: Tensor, x: Tensor, models: int, kernel: int, stride: int) -
     """Returns whether the gradient of a convolution with respect to its filters is computed in this way. The
     arguments are as in `weights_grad`."""
     _, height, width, outputs = grad.shape
-    if not suits(x, outputs, width, kernel, stride):
+    if not _possible(x, outputs, width, kernel, stride):
         return False
     box = triton_tma.box_shape(SUMMED, height, width // FOLD)
     return len(x) // models % box[0] == 0  # otherwise a tile would extend into the next model's images
@@ -113,22 +119,19 @@ def correlate(
     padding: int,
     flip: bool,
     level: Tensor | None = None,
-    output: Tensor | None = None,
     tile: triton_tma.Tile | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Returns a convolution [n · B, H', W', O] of images x [n · B, H, W, C] with filters w [n, O, 3, 3, C]
     and biases [n, O]. `size` is (H', W'). If `flip` is true, x is the gradient of a convolution's output, and
-    the result the gradient of its images. Then `padding` is 2 minus that of the convolution. `level` and
-    `output`, and the second result, are as in `triton_tma.correlate`."""
+    the result the gradient of its images. Then `padding` is 2 minus that of the convolution. `level` and the
+    second result are as in `triton_tma.correlate`."""
     wide = widened(w, flip)
     outputs, channels = wide.shape[1], x.shape[3]
     if tile is None:
         tile = triton_tma.Tile(256, outputs, min(channels & -channels, 64), 4, 4)
     both = None if bias is None else bias.repeat(1, FOLD)
     folded = [size[0], size[1] // FOLD]
-    y, sums = triton_tma.correlate(
-        x, wide, both, folded, outputs, 1, 1, padding, False, tile, FOLD, level, output
-    )
+    y, sums = triton_tma.correlate(x, wide, both, folded, outputs, 1, 1, padding, False, tile, FOLD, level)
     return y.view(len(x), *size, outputs // FOLD), sums
 
 

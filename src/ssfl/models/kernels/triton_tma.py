@@ -42,11 +42,11 @@ division and subtracted after it."""
 
 @triton.jit(do_not_specialize=["images", "H", "W"])
 def _correlate(
-    x, w, bias, level, output, y, sums, images, H, W, y_model,
+    x, w, bias, level, y, sums, images, H, W, y_model,
     stride: tl.constexpr, up: tl.constexpr, pad: tl.constexpr, k: tl.constexpr,
     C: tl.constexpr, OUT: tl.constexpr, FLIP: tl.constexpr, BIAS: tl.constexpr, FOLD: tl.constexpr,
-    MOMENTS: tl.constexpr, RELU: tl.constexpr, BI: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr, FAR: tl.constexpr,
+    MOMENTS: tl.constexpr, BI: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
     """Writes a convolution, or its gradient with respect to the images. Output y[o, m] is the value of
     channel o at pixel m. It is the sum, over taps (positions in the filter) and channels c, of w · x[pixel m
@@ -62,8 +62,6 @@ def _correlate(
 
     With MOMENTS, two sums for each channel over the pixels of this tile are written to `sums`: of d and of
     d², where d is the value of y minus the channel's `level`. Batch normalisation needs them.
-
-    With RELU, y is the gradient of a ReLU's input: zero where the ReLU's `output` is zero.
     """
     STEP: tl.constexpr = stride * FOLD  # between the columns of x that neighbouring pixels of y begin at
     BM: tl.constexpr = BI * BH * BW
@@ -108,14 +106,9 @@ def _correlate(
     column += m % BW
     inside = (image < images) & (row < rows) & (column < columns)
     place = (image * H + row * up + below) * W + column * up + beside
-    place = place[None, :] * OUT + o[:, None]
     y += model.to(tl.int64) * y_model
-    if RELU:
-        output += model.to(tl.int64) * y_model
-        above = tl.load(output + place, mask=inside[None, :], other=0.0).to(tl.float32) > 0
-        total = tl.where(above, total, 0.0)
     rounded = total.to(y.dtype.element_ty)
-    tl.store(y + place, rounded, mask=inside[None, :])
+    tl.store(y + place[None, :] * OUT + o[:, None], rounded, mask=inside[None, :])
     if MOMENTS:
         DEPTH: tl.constexpr = OUT // FOLD
         start = tl.load(level + model * DEPTH + o % DEPTH)
@@ -336,7 +329,6 @@ def _flat(box: tuple[int, int, int], height: int, width: int) -> bool:
 def correlate(
     x: Tensor, w: Tensor, bias: Tensor | None, size: list[int], outputs: int,
     stride: int, up: int, padding: int, flip: bool, tile: Tile, fold: int = 1, level: Tensor | None = None,
-    output: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Returns a convolution, or the gradient of a convolution with respect to its images. Each of n models
     has B images and its own filters w [n, O, k, k, C].
@@ -352,8 +344,6 @@ def correlate(
 
     If `level` [n, O] is not None, also returns the sums for batch normalisation, as `triton_batch.moments`
     does. They are sums over the result minus its channel's `level`.
-
-    If the images of a gradient are the `output` of a ReLU, the result is the gradient of the ReLU's input.
     """
     models, images, channels, kernel = len(w), len(x) // len(w), x.shape[3], w.shape[2]
     y = x.new_empty(len(x), *size, outputs)
@@ -366,10 +356,10 @@ def correlate(
     launch(
         _correlate, (parts, outputs // tile.outputs, models * up * up),
         pixel_boxes(x, stride, box, tile.channels, fold), matrix_tiles(w, models * w.shape[1], block),
-        w if bias is None else bias.contiguous(), w if level is None else level,
-        y if output is None else output, y, y if sums is None else sums, images, size[0], size[1],
+        w if bias is None else bias.contiguous(), w if level is None else level, y,
+        y if sums is None else sums, images, size[0], size[1],
         images * size[0] * size[1] * outputs, stride, up, padding, kernel, channels, outputs,
-        flip, bias is not None, fold, level is not None, output is not None,
+        flip, bias is not None, fold, level is not None,
         *box, tile.outputs, tile.channels, FAR, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return y, sums
