@@ -1,7 +1,7 @@
 """The workers of a simulation: they train all users and the server with an engine on this machine."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -31,6 +31,8 @@ class Simulated:
     users_work: Work
     server_work: Work | None
     phases: Phases
+    _started: list[torch.cuda.Stream] = field(default_factory=list, repr=False)
+    """The queue of GPU work in which the server trains next to the users, if it does."""
 
     def send(
         self, start: Tensor, cohort: Cohort, meanwhile: Callable[[], None], extra: Extra | None
@@ -55,9 +57,9 @@ class Simulated:
         work = replace(self.users_work.of(part), sent=tensors)
         with self.phases.during("users"):
             result = local.train(self.engine, self.config.method, self.layout.weights, rows, momentum, work)
-        if self.engine.side is not None:
+        if self._started:  # the time that the server needs longer than the users
             with self.phases.during("server"):
-                torch.cuda.current_stream(rows.device).wait_stream(self.engine.side)
+                torch.cuda.current_stream(rows.device).wait_stream(self._started.pop())
         users = self.cohort.users[part]
         return result._replace(rows=sent_back(self.config, self.layout, self.round, users, rows, result.rows))
 
@@ -66,7 +68,9 @@ class Simulated:
         images and returns the result. Usually m = 1; some methods train a copy of the server's model for each
         group. A model is a row of P weights and Q running statistics."""
         assert self.server_work is not None
-        if self.engine.side is not None and torch.cuda.current_stream(rows.device) == self.engine.side:
-            return self.engine.train(rows, momentum, self.server_work)  # `train` measures the time
+        side = self.engine.side
+        if side is not None and torch.cuda.current_stream(rows.device) == side:
+            self._started.append(side)
+            return self.engine.train(rows, momentum, self.server_work)  # `train` waits and measures the time
         with self.phases.during("server"):
             return self.engine.train(rows, momentum, self.server_work)
