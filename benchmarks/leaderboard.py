@@ -122,7 +122,8 @@ def page(files: Sequence[Path]) -> str:
             runs = [run for one in contest["standings"] for run in one["runs"]]
             devices = sorted({run["device"] for run in runs})
             commits = sorted({str(run["commit"])[:7] for run in runs})
-            versions = ", ".join(_versions(runs, what) for what in ("ssfl", "torch"))
+            used = [run.get("versions") or contest["versions"] for run in runs]
+            versions = ", ".join(_named(used, what) for what in ("ssfl", "torch"))
             parts.append(
                 f"\n`{contest['command']}` ([{name}](../results/leaderboard/{name}); {', '.join(devices)}; "
                 f"{contest['date'][:10]}; commit {', '.join(commits)}; {versions}).\n"
@@ -130,9 +131,9 @@ def page(files: Sequence[Path]) -> str:
     return "".join([*parts, ADD])
 
 
-def _versions(runs: list[dict[str, Any]], package: str) -> str:
-    """Returns which versions of a package the runs used, as text. The table may have been made elsewhere."""
-    return f"{package} {', '.join(sorted({str(run['versions'].get(package, '?')) for run in runs}))}"
+def _named(versions: list[dict[str, Any]], package: str) -> str:
+    """Returns a package's name and which versions of it the runs used, as text."""
+    return f"{package} {', '.join(sorted({str(each.get(package, '?')) for each in versions}))}"
 
 
 def _require_fit(name: str, contest: dict[str, Any]) -> None:
