@@ -193,6 +193,9 @@ WRONG: dict[str, tuple[Callable[[Message], Message], str]] = {
 }
 
 
+WITHOUT_BONN: list[torch.Tensor] = []
+
+
 @pytest.mark.parametrize("wrong", WRONG)
 def test_what_is_wrong_is_refused_told_and_counted(wrong: str, folders: Path, hall: Open) -> None:
     made, grid, lines = hall(config_of(folders, ["method.name=crl-gn"]))
@@ -204,11 +207,12 @@ def test_what_is_wrong_is_refused_told_and_counted(wrong: str, folders: Path, ha
     assert refused == {"event": "refused", "round": 1, "site": "bonn", "reason": event["refused"]["1"]}
     assert any(line.startswith("refused: bonn sent ") and reason in line for line in lines)
     assert state.strikes.tolist() == [0, 1, 0]
-    # the average is that of the others
-    other, grid, _ = hall(config_of(folders, ["method.name=crl-gn"]))
-    grid.spoil = lambda node, reply: None if node == 55 and "model" in reply.content else reply
-    expected, _ = other.play(other.initial())
-    assert torch.allclose(state.average, expected.average, atol=1e-7)
+    # the average is that of the others, the same in all cases
+    if not WITHOUT_BONN:
+        other, grid, _ = hall(config_of(folders, ["method.name=crl-gn"]))
+        grid.spoil = lambda node, reply: None if node == 55 and "model" in reply.content else reply
+        WITHOUT_BONN.append(other.play(other.initial())[0].average)
+    assert torch.allclose(state.average, WITHOUT_BONN[0], atol=1e-7)
 
 
 def test_who_is_refused_three_times_is_left_out(folders: Path, hall: Open) -> None:

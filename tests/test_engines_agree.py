@@ -115,7 +115,7 @@ class Apart(OverlapSgd):
 
 @pytest.mark.parametrize("case", CASES)
 def test_float64_over_five_rounds(quick: Make, case: str) -> None:
-    start_from = ["train.precision=float64", "federation.rounds=30"]
+    start_from = ["train.precision=float64", "federation.rounds=30", "federation.participants=5"]
     settings = ["method.name=alternate", *CASES[case]]
     name = [setting for setting in settings if setting.startswith("method.name=")][-1]
     if hasattr(methods.find(name.partition("=")[2]), "threshold"):
