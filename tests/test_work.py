@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ssfl.core import draws
 from ssfl.core.losses import Losses
 from ssfl.core.step import evaluated, with_own_labels
-from ssfl.engines.vmap import run_without_kernels_if_they_fail
+from ssfl.engines.recording import run_without_kernels_if_they_fail
 from ssfl.engines.work import Pool, Work, each_batch, make_batch, positions, round_keys, swap_or_not
 from ssfl.errors import SsflWarning
 from ssfl.federation import Batch, Method, Named, Step

@@ -7,10 +7,9 @@ the buffers.
 """
 
 import copy
-import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +20,7 @@ from ssfl.core.step import METRICS, Batch, Look, Loss, Named, Step, evaluated, w
 from ssfl.engines import compiling
 from ssfl.engines.buffers import StepBuffers, make_buffers, sgd, sgd_by_kernels
 from ssfl.engines.loop import full_batch, predicted
+from ssfl.engines.recording import Graphs, RecordedStep, run_without_kernels_if_they_fail
 from ssfl.engines.work import (
     Optimizer,
     Pool,
@@ -32,37 +32,12 @@ from ssfl.engines.work import (
     positions,
     swap_or_not,
 )
-from ssfl.errors import SsflWarning
 from ssfl.federation import Method
 from ssfl.models.kernels import convolution, launching
 
 IN_KERNELS = 128 * 128
 """The largest number of pixels for which GPU kernels do nearly all the work of some networks (`in_kernels`).
 The kernel for group norm takes no larger images."""
-
-
-class RecordedStep(NamedTuple):
-    """A step of all trainers (users, or the server), recorded as a CUDA graph if possible. It can be run
-    again for any work of the same kind (`Work.kind`), after the data of that work are copied into
-    `buffers`."""
-
-    buffers: StepBuffers
-    graph: torch.cuda.CUDAGraph | None
-    """The CUDA graph that is replayed; None if the step could not be recorded and must run as ordinary
-    code."""
-    probabilities: Tensor | None
-    """The memory for predictions, [n, T, B, classes], of n models for T batches of B images. None if the step
-    trains instead of predicting."""
-
-
-class Recorder(NamedTuple):
-    """What the CUDA graphs of one stream are recorded with. Graphs of one stream run one after another, so
-    they share memory. Those of another stream may run at the same time, and need their own."""
-
-    stream: torch.cuda.Stream
-    """Where steps are recorded. A graph keeps the priority of this stream."""
-    memory: Any
-    """The pool of memory for the graphs."""
 
 
 class Vmap:
@@ -85,7 +60,7 @@ class Vmap:
         self.networks = {mode: copy.deepcopy(model).train(mode) for mode in (True, False)}
         self.compiled = compiled
         self._recorded: dict[Any, RecordedStep] = {}
-        self._recorders: dict[torch.cuda.Stream, Recorder] = {}
+        self._graphs = Graphs()
         self.side = torch.cuda.Stream(priority=-1) if pool.images.is_cuda else None
         self._functions()
 
@@ -386,61 +361,9 @@ class Vmap:
         if convolution.usable() != kernels:  # without the kernels, torch should compile the network
             self._functions()
             warm_up()
-        torch.cuda.empty_cache()  # frees memory for the recording, which uses a separate pool
-        graph, recorder = torch.cuda.CUDAGraph(), self._recorder(torch.cuda.current_stream())
-        try:
-            with torch.cuda.graph(graph, pool=recorder.memory, stream=recorder.stream):
-                self._step(buffers, probabilities)
-        except RuntimeError as error:
-            if isinstance(error, torch.OutOfMemoryError):
-                raise
-            warnings.warn(
-                f"a training step cannot be recorded as a CUDA graph ({_reason(error)}): training is "
-                "slower, but its results are the same",
-                SsflWarning,
-                stacklevel=2,
-            )
-            return RecordedStep(buffers, None, probabilities)
+        graph = self._graphs.record(lambda: self._step(buffers, probabilities))
         return RecordedStep(buffers, graph, probabilities)
-
-    def _recorder(self, stream: torch.cuda.Stream) -> Recorder:
-        if stream not in self._recorders:
-            own = torch.cuda.Stream(priority=stream.priority)
-            self._recorders[stream] = Recorder(own, torch.cuda.graph_pool_handle())
-        return self._recorders[stream]
 
 
 def _not_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
-
-
-def run_without_kernels_if_they_fail(run: Callable[[], None]) -> None:
-    """Calls `run`, which runs a training step. If that fails, calls it again with plain PyTorch layers
-    instead of ssfl's GPU kernels.
-
-    If the second run works, the kernels caused the error (they need a C compiler, for example), and they stay
-    switched off. If it fails too, the cause is elsewhere, such as in a person's own method. Then the kernels
-    are switched on again, and the first error is raised.
-    """
-    try:
-        run()
-    except Exception as error:
-        if isinstance(error, torch.OutOfMemoryError) or not convolution.usable():
-            raise
-        convolution.use(False)
-        try:
-            run()
-        except Exception:
-            convolution.use(True)
-            raise error from None
-        warnings.warn(
-            f"ssfl's GPU kernels failed ({_reason(error)}), so training uses PyTorch's layers, which are "
-            "slower. The kernels need a C compiler: check that one is installed",
-            SsflWarning,
-            stacklevel=2,
-        )
-
-
-def _reason(error: Exception) -> str:
-    """Returns the first line of an error's message, or the name of its class if there is no message."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
