@@ -44,3 +44,17 @@ class LongStep(Anchored):
         return labels._replace(
             update_scale=2 * (once if labels.update_scale is None else labels.update_scale)
         )
+
+
+@dataclass(frozen=True)
+class Aligned(Anchored):
+    """`anchored` with distribution alignment (Berthelot et al. 2020): before the threshold, each class's
+    probability is divided by its mean over the user's images. A user then predicts all classes about equally
+    often."""
+
+    def label(self, look: ssfl.Look) -> ssfl.Labels:
+        """Returns the labels of `anchored`, from aligned probabilities."""
+        drawn = look.drawn[:, :, None].to(look.probabilities)
+        mean = (look.probabilities * drawn).sum(1, keepdim=True) / drawn.sum(1, keepdim=True).clamp(min=1)
+        even = look.probabilities / mean.clamp(min=1e-6)
+        return super().label(look._replace(probabilities=even / even.sum(-1, keepdim=True)))

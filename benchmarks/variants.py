@@ -98,6 +98,7 @@ SCREEN: Variants = {
     "no momentum": ["method.momentum=0.0"],
     "a longer step instead of momentum": [f"method.name={IDEAS}:LongStep"],
     "soft weights": [f"method.name={IDEAS}:SoftWeights"],
+    "distribution alignment": [f"method.name={IDEAS}:Aligned"],
     "full pace": ["method.pace=full"],
     "annealed learning rate": ["train.schedule=annealing"],
     "a head start of a tenth": ["federation.head_start=0.1"],
