@@ -74,7 +74,7 @@ def compiler(cache: Path) -> Callable[[], str]:
 
 def test_kernels_are_compiled_by_processes_and_then_read(tmp_path: Path) -> None:
     files = [tmp_path / str(number) for number in range(5)]
-    later = Later()
+    later = Later(2)
     futures = [later.submit(compiler(file)) for file in files]
     later.finish()
     assert [future.result() for future in futures] == ["compiled", "read", "read", "read", "read"]
@@ -91,17 +91,42 @@ def test_kernels_in_the_cache_need_no_process(tmp_path: Path, monkeypatch: pytes
         raise AssertionError("a process was started")
 
     monkeypatch.setattr(os, "fork", no_process)
-    later = Later()
+    later = Later(2)
     futures = [later.submit(compiler(file)) for file in files]
     later.finish()
     assert [future.result() for future in futures] == ["read"] * 3
+
+
+def test_without_the_right_to_start_processes_this_one_compiles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused() -> int:
+        raise BlockingIOError("no more processes")
+
+    monkeypatch.setattr(os, "fork", refused)
+    later = Later(2)
+    futures = [later.submit(compiler(tmp_path / str(number))) for number in range(3)]
+    later.finish()
+    assert [future.result() for future in futures] == ["compiled"] * 3
+
+
+def test_nobody_waits_for_kernels_after_ctrl_c(tmp_path: Path) -> None:
+    def stopped() -> None:
+        raise KeyboardInterrupt
+
+    later = Later(2)
+    futures = [later.submit(stopped), later.submit(compiler(tmp_path / "other"))]
+    with pytest.raises(KeyboardInterrupt):
+        later.finish()
+    later.give_up()
+    assert all(isinstance(future.exception(timeout=0), RuntimeError) for future in futures)
 
 
 def test_a_kernel_that_does_not_compile_says_so_in_its_future() -> None:
     def fail() -> None:
         raise ValueError("no such instruction")
 
-    later = Later()
+    later = Later(2)
     future = later.submit(fail)
     later.finish()
     with pytest.raises(ValueError, match="instruction"):

@@ -94,7 +94,9 @@ def test_users_with_different_numbers_of_steps_do_on_a_gpu_as_on_a_cpu(
 
 
 @pytest.mark.parametrize("settings", [["method.name=grouping"], ["method.name=crl-gn", "run.users_at_once=2"],
-                                      ["method.name=easgd", "train.momentum_policy=server"]])  # fmt: skip
+                                      ["method.name=grouping", "federation.head_start=0.3"],
+                                      ["method.name=grouping", "method.server_replicas=true",
+                                       "federation.dropout=0.5"]])  # fmt: skip
 def test_a_server_that_trains_next_to_the_users_gives_the_same_bytes(
     quick: Make, settings: list[str]
 ) -> None:

@@ -197,6 +197,7 @@ def test_batch_norm_with_the_sums_of_a_convolution(
     weight = random(models, outputs, inputs, kernel, kernel, seed=2).requires_grad_()
     scale, shift = random(models, outputs, seed=3), random(models, outputs, seed=4)
     running = torch.randn(models, outputs, device="cuda"), torch.rand(models, outputs, device="cuda")
+    running[0][0, :4] = torch.tensor([100.0, 1e30, float("nan"), -float("inf")])  # as noise may make it
     y, sums = convolution.convolve_with_moments(x, weight, stride, padding, running[0])
     plain = convolution.convolve(x, weight, None, stride, padding)
     assert torch.equal(y, plain)
@@ -205,7 +206,7 @@ def test_batch_norm_with_the_sums_of_a_convolution(
     expected = normalisation.batch_norm(plain, scale, shift, None, *running, 0.1, 1e-5, 0.0)
     assert close(found[0], expected[0].float())
     for one, other in zip(found[1:], expected[1:], strict=True):
-        assert torch.allclose(one, other, rtol=1e-4, atol=1e-5)
+        assert torch.allclose(one, other, rtol=1e-3, atol=1e-5, equal_nan=True)
     towards = random(*y.shape, seed=5)
     ours, theirs = (torch.autograd.grad(each[0], weight, towards)[0] for each in (found, expected))
     assert close(ours, theirs.float())
@@ -310,7 +311,7 @@ def test_a_kernel_that_is_compiled_ahead_is_not_run() -> None:
             weight, torch.zeros_like(weight), gradient, None, rates, step, None, 0.0, 0.0, False
         )
 
-    launching.compile_ahead(run)
+    launching.compile_ahead(run, 2)
     assert torch.equal(weight, torch.ones_like(weight))
     run()
     assert torch.equal(weight, torch.full_like(weight, 0.5))

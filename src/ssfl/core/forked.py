@@ -1,12 +1,14 @@
 """Calls functions in copies of this process, to use all cores for work that Python would do on one."""
 
+import gc
 import os
 import signal
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 POLL = 0.02
 """How many seconds pass between two looks at whether the processes have ended."""
 
@@ -22,12 +24,17 @@ def run(functions: Sequence[Callable[[], object]], processes: int, seconds: floa
     running: list[int] = []
     try:
         for number in range(count):
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)  # Python warns that there are threads
-                process = os.fork()
-            if not process:
-                _work(functions[number::count])
-            running.append(process)
+            # a signal must not reach the fork before it has its own handlers
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", DeprecationWarning)  # Python warns that there are threads
+                    process = os.fork()
+                if not process:
+                    _work(functions[number::count], before)
+                running.append(process)
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
         end = time.monotonic() + seconds
         while running and time.monotonic() < end:
             running = [process for process in running if not _has_ended(process)]
@@ -47,11 +54,14 @@ def _has_ended(process: int) -> bool:
         return True
 
 
-def _work(functions: Sequence[Callable[[], object]]) -> None:
-    """Calls the functions and ends this process, which is a fork, without the clean-up of its original."""
+def _work(functions: Sequence[Callable[[], object]], mask: Iterable[int]) -> None:
+    """Calls the functions and ends this process, which is a fork, without the clean-up of its original.
+    Ctrl-C and SIGTERM are left to the original, which ends its forks."""
     try:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_DFL)
+        gc.disable()  # objects of the original, such as those on a GPU, must not be cleaned up here
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         nowhere = os.open(os.devnull, os.O_RDWR)
         for stream in (0, 1, 2):
             os.dup2(nowhere, stream)

@@ -15,10 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from ssfl.core.machine import cores
 from ssfl.core.rows import Layout
 from ssfl.core.step import METRICS, Batch, Look, Loss, Named, Step, evaluated, with_own_labels
 from ssfl.engines import compiling
 from ssfl.engines.buffers import StepBuffers, make_buffers, sgd, sgd_by_kernels
+from ssfl.engines.dist import local_cores
 from ssfl.engines.loop import full_batch, predicted
 from ssfl.engines.recording import Graphs, RecordedStep, run_without_kernels_if_they_fail
 from ssfl.engines.work import (
@@ -150,11 +152,13 @@ class Vmap:
 
         At the first call with a `kind`, the step is recorded as a CUDA graph, with buffers for `models`
         models. This call and later ones with the same `kind` replay the graph. If recording failed, they run
-        the step as ordinary code.
+        the step as ordinary code. Each stream has its own recordings, because those of two streams may run at
+        the same time, and must not share memory.
         """
-        if kind not in self._recorded:
-            self._recorded[kind] = self._record(rows, momentum, work, models, trains=kind[0] != "predict")
-        recorded = self._recorded[kind]
+        key = torch.cuda.current_stream(rows.device), kind
+        if key not in self._recorded:
+            self._recorded[key] = self._record(rows, momentum, work, models, trains=kind[0] != "predict")
+        recorded = self._recorded[key]
         recorded.buffers.load(self.layout, rows, momentum, work)
         for _ in range(work.played):
             if recorded.graph is None:
@@ -350,7 +354,7 @@ class Vmap:
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
                 if self._from_package() and convolution.usable():
-                    launching.compile_ahead(lambda: self._step(buffers, probabilities))
+                    launching.compile_ahead(lambda: self._step(buffers, probabilities), local_cores(cores()))
                 for _ in range(2):
                     buffers.step.zero_()
                     self._step(buffers, probabilities)

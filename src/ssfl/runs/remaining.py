@@ -18,13 +18,17 @@ class Clock:
         self.began = time.monotonic()
         self.server = self.views = 0.0
         self.rounds = config.federation.rounds or 0
+        train, users = config.train, config.federation.participants or 1
+        self.share = (train.server_batch_size or train.batch_size) / (users * train.batch_size)
+        """The server's images as a share of the users'. If the server trains at the same time as the users,
+        its own time is not known, and is estimated by this share."""
 
     def left(self, event: Event) -> float:
         """Returns how many seconds the run still needs after the round of this event. They include the
         remaining rounds, the server-only model and the cross-validation. Call it once after every round."""
         played: int = event["round"] - self.first
         phases = event.get("phases", {})
-        self.server += float(phases.get("server", 0.0))
+        self.server += max(float(phases.get("server", 0.0)), self.share * float(phases.get("users", 0.0)))
         self.views += float(phases.get("features", 0.0))
         pace = (time.monotonic() - self.began - self.views) / played
         rounds = self.rounds - self.first - played

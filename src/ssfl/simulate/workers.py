@@ -57,7 +57,8 @@ class Simulated:
         work = replace(self.users_work.of(part), sent=tensors)
         with self.phases.during("users"):
             result = local.train(self.engine, self.config.method, self.layout.weights, rows, momentum, work)
-        if self._started:  # the time that the server needs longer than the users
+        if self._started and part.stop >= len(self.cohort.users):
+            # the time that the server needs longer than the users
             with self.phases.during("server"):
                 torch.cuda.current_stream(rows.device).wait_stream(self._started.pop())
         users = self.cohort.users[part]

@@ -11,12 +11,14 @@ from functools import partial
 from typing import Any
 
 from ssfl.core import forked
-from ssfl.core.machine import cores
 
 LONG = 0.1
 """A kernel that takes more seconds was not in Triton's cache, but was compiled."""
 PATIENCE = 60.0
 """How many seconds the processes that compile kernels may take."""
+
+MOST = 16
+"""The largest number of processes that compile kernels. Each needs some memory."""
 
 _compiling: Context | None = None
 """The context in which kernels are compiled and not run; None if they are run. It holds for all threads of
@@ -31,8 +33,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
         _compiling.copy().run(kernel.warmup, *arguments, grid=grid, **options)
 
 
-def compile_ahead(run: Callable[[], None]) -> None:
-    """Compiles the kernels that `run` launches, several at once, and waits for them.
+def compile_ahead(run: Callable[[], None], processes: int) -> None:
+    """Compiles the kernels that `run` launches, several at once in processes, and waits for them.
 
     `run` is called once, but its kernels are not executed. So the tensors that it computes have arbitrary
     values. If this fails, or Triton cannot compile in this way, each kernel is compiled when it is first
@@ -43,25 +45,32 @@ def compile_ahead(run: Callable[[], None]) -> None:
 
     if not hasattr(triton, "AsyncCompileMode"):
         return
-    later = Later()
-    with suppress(Exception), triton.AsyncCompileMode(later, ignore_errors=True):
-        _compiling = copy_context()
+    later, context = Later(min(processes, MOST)), copy_context()
+    mode = triton.AsyncCompileMode(later, ignore_errors=True)
+    with suppress(Exception):
+        context.run(mode.__enter__)  # other Triton kernels than ours are compiled as usual
         try:
-            run()
-        finally:
-            _compiling = None
+            _compiling = context
+            try:
+                run()
+            finally:
+                _compiling = None
             later.finish()
+        finally:
+            later.give_up()
+            context.run(mode.__exit__, None, None, None)
 
 
 class Later(Executor):
     """Collects functions that compile kernels, and calls them in `finish`.
 
-    Compiling is mostly Python code, so threads would wait for each other. Instead, forked processes compile
-    all kernels and write them to Triton's cache. Then this process calls the functions again, which now only
-    read the cache.
+    A good part of compiling is Python code, so threads would wait for each other. Instead, forked processes
+    compile all kernels and write them to Triton's cache. Then this process calls the functions again, which
+    now only read the cache.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, processes: int) -> None:
+        self.processes = processes
         self.waiting: list[tuple[Callable[[], object], Future[Any]]] = []
 
     def submit(self, function: Callable[..., Any], /, *arguments: Any, **options: Any) -> Future[Any]:
@@ -81,5 +90,11 @@ class Later(Executor):
                 future.set_exception(error)
             if not filled and time.perf_counter() - began > LONG:
                 filled = True
-                forked.run([each for each, _ in self.waiting[number + 1 :]], cores(), PATIENCE)
-        self.waiting.clear()
+                with suppress(OSError):  # no more processes are allowed
+                    forked.run([each for each, _ in self.waiting[number + 1 :]], self.processes, PATIENCE)
+
+    def give_up(self) -> None:
+        """Ends the calls that have not been made with an error, so that nobody waits for them."""
+        for _, future in self.waiting:
+            if not future.done():
+                future.set_exception(RuntimeError("the kernel was not compiled in advance"))

@@ -21,6 +21,9 @@ multiprocessors."""
 TOGETHER, MANY = 32, 128
 """How many partial sums a Triton program loads and adds at a time: those of `_moments`, and those of a
 convolution, which are more."""
+LARGEST = 1e4
+"""A running mean that is not below this cannot be used as the level of sums: the sums would be inaccurate.
+Noise or an attacker can make it so large."""
 HELD = 4096
 """The number of values in a tile (pixels times channels), which a Triton program loads at a time."""
 
@@ -52,7 +55,7 @@ def _moments(x, out, rows, chunk, C: tl.constexpr, BR: tl.constexpr, BC: tl.cons
 @triton.jit(do_not_specialize=["rows", "parts"])
 def _statistics(
     x, sums, mean, var, running_mean, running_var, new_mean, new_var, rows, parts, momentum,
-    C: tl.constexpr, GIVEN: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr,
+    C: tl.constexpr, GIVEN: tl.constexpr, LARGEST: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Writes the mean and the variance of each channel of a model, computed from the partial sums that
     `_moments` wrote. Also writes the new running mean and variance, as torch's BatchNorm computes them. With
@@ -61,6 +64,7 @@ def _statistics(
     c = tl.program_id(0) * BC + tl.arange(0, BC)
     if GIVEN:
         level = tl.load(running_mean + model * C + c)
+        level = tl.where(tl.abs(level) < LARGEST, level, 0.0)
     else:
         level = tl.load(x + model * rows * C + c).to(tl.float32)
     one, two = _added(sums, model, c, parts, C, BP, BC)
@@ -237,7 +241,7 @@ def statistics(
     launch(
         _statistics, (channels // narrow, models),
         x, sums, mean, var, running_mean, running_var, new_mean, new_var, rows, sums.shape[1], momentum,
-        channels, given, MANY if given else TOGETHER, narrow, num_warps=4,
+        channels, given, LARGEST, MANY if given else TOGETHER, narrow, num_warps=4,
     )  # fmt: skip
     return mean, var, new_mean, new_var
 

@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ssfl.errors import SsflWarning
+from ssfl.models.kernels import triton_batch
 from ssfl.models.kernels.launching import launch
 from ssfl.models.kernels.triton_sum import totals
 
@@ -45,8 +46,8 @@ def _correlate(
     x, w, bias, level, y, sums, images, H, W, y_model,
     stride: tl.constexpr, up: tl.constexpr, pad: tl.constexpr, k: tl.constexpr,
     C: tl.constexpr, OUT: tl.constexpr, FLIP: tl.constexpr, BIAS: tl.constexpr, FOLD: tl.constexpr,
-    MOMENTS: tl.constexpr, BI: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr, FAR: tl.constexpr,
+    MOMENTS: tl.constexpr, LARGEST: tl.constexpr, BI: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
     """Writes a convolution, or its gradient with respect to the images. Output y[o, m] is the value of
     channel o at pixel m. It is the sum, over taps (positions in the filter) and channels c, of w · x[pixel m
@@ -112,6 +113,7 @@ def _correlate(
     if MOMENTS:
         DEPTH: tl.constexpr = OUT // FOLD
         start = tl.load(level + model * DEPTH + o % DEPTH)
+        start = tl.where(tl.abs(start) < LARGEST, start, 0.0)
         d = tl.where(inside[None, :], rounded.to(tl.float32) - start[:, None], 0.0)
         part = (model * tl.num_programs(0) + tl.program_id(0)) * FOLD + o // DEPTH
         sums += part * 2 * DEPTH + o % DEPTH
@@ -266,7 +268,8 @@ def product_tile(
     equally many images for each of `models` models.
 
     `kernel` is the side of a filter. `size` is the height and width of the result, and `outputs` its number
-    of channels. The tile sizes were chosen by measurements, results/kernels-h200.json.
+    of channels. The tile sizes were chosen by measurements, results/kernels-h200.json and
+    results/kernels-narrow-h200.json.
     """
     _, height, width, channels = x.shape
     if not hopper(x.device) or height % stride or width % stride:
@@ -359,7 +362,7 @@ def correlate(
         w if bias is None else bias.contiguous(), w if level is None else level, y,
         y if sums is None else sums, images, size[0], size[1],
         images * size[0] * size[1] * outputs, stride, up, padding, kernel, channels, outputs,
-        flip, bias is not None, fold, level is not None,
+        flip, bias is not None, fold, level is not None, triton_batch.LARGEST,
         *box, tile.outputs, tile.channels, FAR, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return y, sums
