@@ -60,8 +60,9 @@ FILTERS = [
 """Candidate tiles for the gradient of the filters: the same five numbers, and whether three taps of a 3×3
 filter are computed together."""
 FOLDED = [(256, 4, 4), (256, 4, 3), (256, 8, 4), (128, 4, 4), (128, 4, 6), (128, 4, 3), (64, 4, 6)]
-FOLDED_FILTERS = [(128, 4, 3), (64, 4, 4), (64, 4, 3), (128, 8, 3), (128, 4, 2)]
 """Candidate tiles for convolutions of which two columns are computed together: pixels, warps and stages."""
+FOLDED_FILTERS = [(128, 4, 3), (64, 4, 4), (64, 4, 3), (128, 8, 3), (128, 4, 2)]
+"""The same for the gradient of their filters."""
 
 
 def random(*shape: int, seed: int = 1) -> Tensor:
@@ -123,9 +124,8 @@ def products(case: tuple[int, ...], models: int, images: int, way: str) -> tuple
     def folded() -> Iterator[Candidate]:
         made, summed = (inputs, outputs) if way == "images" else (outputs, inputs)
         size_made = size if way == "images" else out
-        even = size % triton_fold.FOLD == 0 and out % triton_fold.FOLD == 0
-        narrow = triton_fold.FOLD * made == triton_tma.NARROW and triton_tma.hopper(x.device)
-        if not (even and narrow and kernel == triton_fold.KERNEL and stride == 1):
+        x_or_g = g_last if way == "images" else x_last
+        if not triton_fold.possible(x_or_g, made, size_made, kernel, stride):
             return
         for pixels, *rest in FOLDED_FILTERS if way == "filters" else FOLDED:
             tile = triton_tma.Tile(pixels, triton_fold.FOLD * made, summed, *rest)
@@ -135,7 +135,6 @@ def products(case: tuple[int, ...], models: int, images: int, way: str) -> tuple
                     compute = partial(triton_fold.weights_grad, g_last, x_last, models, padding, tile, parts)
                     yield ["fold", *tile, parts], compute
             else:
-                x_or_g = g_last if way == "images" else x_last
                 pad = kernel - 1 - padding if way == "images" else padding
                 how = x_or_g, w_last, None, [size_made] * 2, pad, way == "images", None, tile
                 compute = partial(folded_product, *how)

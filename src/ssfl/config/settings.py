@@ -269,6 +269,10 @@ class TrainSettings:
     """The number type in which networks compute: "bfloat16", "float32" or "float64". Default: "bfloat16" on a
     GPU, otherwise "float32". Weights, sums, losses and statistics always have at least float32."""
 
+    def batch_of(self, role: str) -> int:
+        """Returns the number of images in a training step, for the role "user" or "server"."""
+        return self.batch_size if role == "user" else self.server_batch_size or self.batch_size
+
 
 @dataclass(frozen=True)
 class RunSettings:

@@ -341,7 +341,7 @@ def _curve(path: Path, config: Config) -> tuple[dict[int, tuple[float, ...]], tu
     backward passes users made.
     """
     federation, train = config.federation, config.train
-    step, server = federation.period * train.batch_size, train.server_batch_size or train.batch_size
+    step, server = federation.period * train.batch_size, train.batch_of("server")
     seen = sent = server_images = work = 0
     curve: dict[int, tuple[float, ...]] = {}
     for event in folder.read_events(path):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+"""The signals that ask a run to stop."""
 POLL = 0.02
 """How many seconds pass between two looks at whether the processes have ended."""
 

@@ -279,9 +279,10 @@ def _make_engine(
             needed += 3 * layout.length * pool.wide.itemsize
         if choice.spread.possible(device, cores, participants):  # also memory for models sent to processes
             needed += 8 * layout.length * pool.wide.itemsize
+        reserved = state_bytes
         if name == "vmap" and device.type == "cuda":  # the server may train at the same time
-            state_bytes += needed * -(-(train.server_batch_size or train.batch_size) // train.batch_size)
-        at_once = memory.share(participants, needed, device, state_bytes)
+            reserved += needed * -(-train.batch_of("server") // train.batch_size)
+        at_once = memory.share(participants, needed, device, reserved)
     if device.type == "cuda":
         at_once = min(at_once, choice.MOST)
     engine = choice.on_all_cores(engine, device, cores, at_once)

@@ -18,8 +18,8 @@ class Clock:
         self.began = time.monotonic()
         self.server = self.views = 0.0
         self.rounds = config.federation.rounds or 0
-        train, users = config.train, config.federation.participants or 1
-        self.share = (train.server_batch_size or train.batch_size) / (users * train.batch_size)
+        train, participants = config.train, config.federation.participants or 1
+        self.share = train.batch_of("server") / (participants * train.batch_size)
         """The server's images as a share of the users'. If the server trains at the same time as the users,
         its own time is not known, and is estimated by this share."""
 

@@ -129,8 +129,7 @@ class Plan:
 
     def batch_size(self, role: str) -> int:
         """Returns the number of images in a training step, for the role "user" or "server"."""
-        train = self.config.train
-        return train.batch_size if role == "user" else train.server_batch_size or train.batch_size
+        return self.config.train.batch_of(role)
 
     @cached_property
     def local_steps(self) -> Tensor | None:

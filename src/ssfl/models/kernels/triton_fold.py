@@ -29,6 +29,13 @@ HELD = 1024
 
 
 @triton.jit
+def _position(i, C: tl.constexpr, WIDE: tl.constexpr, k: tl.constexpr, OUT: tl.constexpr):
+    """Returns the column, row and number of the filter that value i belongs to, in filters [..., OUT, k,
+    WIDE, C]. Also returns the index of the leading dimensions."""
+    return i // C % WIDE, i // (C * WIDE) % k, i // (C * WIDE * k) % OUT, i // (C * WIDE * k * OUT)
+
+
+@triton.jit
 def _widen(
     w, out, count,
     OUT: tl.constexpr, C: tl.constexpr, k: tl.constexpr, FOLD: tl.constexpr, FLIP: tl.constexpr,
@@ -39,11 +46,8 @@ def _widen(
     WIDE: tl.constexpr = k + FOLD - 1
     i = tl.program_id(0) * HELD + tl.arange(0, HELD)
     c = i % C
-    column = i // C % WIDE
-    row = i // (C * WIDE) % k
-    o = i // (C * WIDE * k) % OUT
-    fold = i // (C * WIDE * k * OUT) % FOLD
-    model = i // (C * WIDE * k * OUT * FOLD)
+    column, row, o, before = _position(i, C, WIDE, k, OUT)
+    fold, model = before % FOLD, before // FOLD
     column -= fold
     if FLIP:
         place = (((model * C + c) * k + k - 1 - row) * k + k - 1 - column) * OUT + o
@@ -63,10 +67,7 @@ def _narrow(
     WIDE: tl.constexpr = k + FOLD - 1
     i = tl.program_id(0) * HELD + tl.arange(0, HELD)
     c = i % C
-    column = i // C % k
-    row = i // (C * k) % k
-    o = i // (C * k * k) % OUT
-    model = i // (C * k * k * OUT)
+    column, row, o, model = _position(i, C, k, k, OUT)
     total = tl.zeros((HELD,), dtype=tl.float32)
     for _ in range(parts):
         for fold in tl.static_range(FOLD):
@@ -79,10 +80,12 @@ def _narrow(
 def suits(x: Tensor, outputs: int, width: int, kernel: int, stride: int) -> bool:
     """Returns whether a convolution is computed in this way: the images x [n · B, H, W, C] are convolved with
     `outputs` filters, and the result is `width` pixels wide."""
-    return x.shape[3] == CHANNELS and _possible(x, outputs, width, kernel, stride)
+    return x.shape[3] == CHANNELS and possible(x, outputs, width, kernel, stride)
 
 
-def _possible(x: Tensor, outputs: int, width: int, kernel: int, stride: int) -> bool:
+def possible(x: Tensor, outputs: int, width: int, kernel: int, stride: int) -> bool:
+    """Returns whether a convolution can be computed in this way, also if another way is faster. The arguments
+    are as in `suits`."""
     few = outputs == triton_tma.NARROW // FOLD
     whole = kernel == KERNEL and stride == 1 and width % FOLD == 0 and x.shape[2] % FOLD == 0
     return few and whole and triton_tma.hopper(x.device)
@@ -92,7 +95,7 @@ def suits_grad(grad: Tensor, x: Tensor, models: int, kernel: int, stride: int) -
     """Returns whether the gradient of a convolution with respect to its filters is computed in this way. The
     arguments are as in `weights_grad`."""
     _, height, width, outputs = grad.shape
-    if not _possible(x, outputs, width, kernel, stride):
+    if not possible(x, outputs, width, kernel, stride):
         return False
     box = triton_tma.box_shape(SUMMED, height, width // FOLD)
     return len(x) // models % box[0] == 0  # otherwise a tile would extend into the next model's images
@@ -126,9 +129,9 @@ def correlate(
     the result the gradient of its images. Then `padding` is 2 minus that of the convolution. `level` and the
     second result are as in `triton_tma.correlate`."""
     wide = widened(w, flip)
-    outputs, channels = wide.shape[1], x.shape[3]
+    outputs = wide.shape[1]
     if tile is None:
-        tile = triton_tma.Tile(256, outputs, min(channels & -channels, 64), 4, 4)
+        tile = triton_tma.Tile(256, outputs, CHANNELS, 4, 4)
     both = None if bias is None else bias.repeat(1, FOLD)
     folded = [size[0], size[1] // FOLD]
     y, sums = triton_tma.correlate(x, wide, both, folded, outputs, 1, 1, padding, False, tile, FOLD, level)

@@ -287,8 +287,9 @@ def product_tile(
     tiles = models * up * up * pixels // 128 * (outputs // 128)
     if tiles < PROGRAMS:
         return Tile(64, 128, deep, 4, 4)
-    if tiles <= 3 * PROGRAMS and channels <= 128:  # with two stages, all run at once, three on each
-        return Tile(128, 128, deep, 4, 2)  # multiprocessor
+    if tiles <= 3 * PROGRAMS and channels <= 128:
+        # with two stages, three fit on a multiprocessor, so all run at once
+        return Tile(128, 128, deep, 4, 2)
     return Tile(128, 128, deep, 8, 4) if up == 1 and channels >= 256 else Tile(128, 128, deep, 4, 3)
 
 
@@ -300,7 +301,8 @@ def filter_tile(
     sum over pixels is split into `parts` parts. Returns None if `triton_conv.py` must be used instead.
 
     `grad` is the gradient of the convolution's output, and x has its input images. `kernel` is the side of a
-    filter. Tile sizes and parts were chosen by measurements, results/kernels-h200.json.
+    filter. Tile sizes and parts were chosen by measurements, results/kernels-h200.json and
+    results/kernels-narrow-h200.json.
     """
     _, height, width, outputs = grad.shape
     channels, images = x.shape[3], len(x) // models
