@@ -256,12 +256,13 @@ def test_a_shared_folder_is_not_loaded_into(tmp_path: Path, monkeypatch: pytest.
 SCRIPT = """
 import hashlib, json, torch
 from torch._dynamo.utils import counters
+from ssfl.core import compile_cache
 from ssfl.engines import compiling
 
 def loss(x, w):
     return (x @ w).relu().sum(-1).softmax(0).max()
 
-compiling.prepare()
+compile_cache.use()
 x, w = torch.arange(48.0).view(6, 8) / 50, torch.ones(8, 5, requires_grad=True)
 loss = compiling.Compiled(loss)(x, w)
 loss.backward()

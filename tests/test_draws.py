@@ -21,7 +21,7 @@ def test_folding_a_key_is_naming_one_part_more(seed: int, parts: list[int], last
 
 def test_the_hash_is_splitmix64() -> None:
     # the first outputs of splitmix64 from state 0 (Vigna's reference program)
-    assert [draws._mix_int(n * draws._GAMMA & draws._WORD) for n in (1, 2, 3)] == [
+    assert [draws._mix_int(n * draws.GAMMA & draws._WORD) for n in (1, 2, 3)] == [
         0xE220A8397B1DCDAF,
         0x6E789E6AA1B965F4,
         0x06C45D188009454F,

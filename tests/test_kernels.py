@@ -103,7 +103,7 @@ def test_two_convolutions_with_pooling(
     given = [each.requires_grad_() for each in given]
     factors = (random(models * images, 64, seed=6) > 0).bfloat16() / 0.75 if dropped else None
     assert stem.fits(x, weight, weight2)
-    found = stem.stem(x, *given, factors)[0]
+    found = stem.stem(x, given[0], given[1], given[2], given[3], factors)[0]
     exact = [each.detach().float().requires_grad_() for each in given]
     hidden = F.relu(plain(x.float(), exact[0], exact[1], 1, 0))
     # rounded as in the kernel: otherwise, of two nearly equal pixels, another one would be the largest
@@ -164,7 +164,9 @@ def test_batch_norm(models: int, images: int, channels: int, size: int, added: b
     given = [each.requires_grad_() for each in (x, weight, bias, add) if each is not None]
     assert normalisation.suit_batch(x, models)
     running = torch.rand(2, models, channels, device="cuda")
-    found, *statistics, mean, var = normalisation.batch_norm(x, weight, bias, add, *running, 0.1, 1e-5, slope)
+    found, *statistics, mean, var = normalisation.batch_norm(
+        x, weight, bias, add, running[0], running[1], 0.1, 1e-5, slope
+    )
     exact = [each.detach().float().requires_grad_() for each in given]
     followed = running.clone()
     parts = zip(exact[0].chunk(models), *followed, *exact[1:3], strict=True)

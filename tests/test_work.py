@@ -12,7 +12,7 @@ from ssfl.core import draws
 from ssfl.core.losses import Losses
 from ssfl.core.step import evaluated, with_own_labels
 from ssfl.engines.recording import run_without_kernels_if_they_fail
-from ssfl.engines.work import Pool, Work, each_batch, make_batch, positions, round_keys, swap_or_not
+from ssfl.engines.work import Pool, Work, each_batch, make_batch, positions, round_keys
 from ssfl.errors import SsflWarning
 from ssfl.federation import Batch, Method, Named, Step
 from ssfl.methods import parts
@@ -178,19 +178,3 @@ def test_kernels_are_blamed_only_if_a_step_works_without_them(monkeypatch: pytes
     with pytest.warns(SsflWarning):
         run_without_kernels_if_they_fail(needs_plain_layers)
     assert not convolution.usable()
-
-
-@pytest.mark.parametrize("first", [0, 100, torch.tensor([[3], [50], [7]])])
-def test_passes_of_a_shuffle_may_be_made_one_by_one(first: int | torch.Tensor) -> None:
-    """As they are when one of them is compiled: on one dimension, with the number of the pass as a tensor."""
-    seen = []
-
-    def swap(image: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
-        seen.append(image.shape)
-        return swap_or_not(image, *others)
-
-    trainers, sizes = torch.tensor([4, 0, 9]), torch.tensor([5, 1, 40])
-    expected = positions(7, trainers, sizes, first, 64)
-    assert torch.equal(positions(7, trainers, sizes, first, 64, swap), expected)
-    assert set(seen) == {(3 * 64,)}
-    assert positions(7, trainers[:0], sizes[:0], 0, 64, swap).shape == (0, 64)

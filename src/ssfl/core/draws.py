@@ -30,18 +30,18 @@ PURPOSES = {
 SERVER = -1  # stands for the server where a user's number is expected
 
 _WORD = (1 << 64) - 1
-_GAMMA = 0x9E3779B97F4A7C15
+GAMMA = 0x9E3779B97F4A7C15
 
 
-def _signed(value: int) -> int:
+def signed(value: int) -> int:
     """Returns an integer with the same 64 bits, read as a signed number, because torch and safetensors have
     no unsigned 64-bit integers."""
     value &= _WORD
     return value - (1 << 64) if value >> 63 else value
 
 
-_MULTIPLY_1 = _signed(0xBF58476D1CE4E5B9)
-_MULTIPLY_2 = _signed(0x94D049BB133111EB)
+MULTIPLY_1 = signed(0xBF58476D1CE4E5B9)
+MULTIPLY_2 = signed(0x94D049BB133111EB)
 
 
 def _mix_int(x: int) -> int:
@@ -57,27 +57,27 @@ def _shift(x: Tensor, bits: int) -> Tensor:
 
 
 def _mix(x: Tensor) -> Tensor:
-    x = (x ^ _shift(x, 30)) * _MULTIPLY_1
-    x = (x ^ _shift(x, 27)) * _MULTIPLY_2
+    x = (x ^ _shift(x, 30)) * MULTIPLY_1
+    x = (x ^ _shift(x, 27)) * MULTIPLY_2
     return x ^ _shift(x, 31)
 
 
 def key(seed: int, purpose: str, *parts: int) -> int:
     """Returns the key, a 64-bit hash, from which random numbers are drawn. The arguments name the draws, such
     as `key(seed, "weak", round, user, step)`; equal names give equal random numbers."""
-    state = _mix_int((int(seed) + _GAMMA) & _WORD)  # a Python int, because numpy's integers would overflow
+    state = _mix_int((int(seed) + GAMMA) & _WORD)  # a Python int, because numpy's integers would overflow
     for part in (PURPOSES[purpose], *parts):
-        state = _mix_int((state + (int(part) + 1) * _GAMMA) & _WORD)
-    return _signed(state)
+        state = _mix_int((state + (int(part) + 1) * GAMMA) & _WORD)
+    return signed(state)
 
 
 def fold(keys: Tensor, parts: Tensor | int) -> Tensor:
     """Returns keys whose names have one more part: `fold(key(s, p, a), b) == key(s, p, a, b)`. So a tensor of
     keys can be made at once, on any device."""
     if isinstance(parts, int):
-        return _mix(keys + _signed((parts + 1) * _GAMMA))
+        return _mix(keys + signed((parts + 1) * GAMMA))
     # `| 0` keeps torch's compiler from computing the product of a range in narrower integers
-    return _mix(keys + ((parts + 1) | 0) * _signed(_GAMMA))
+    return _mix(keys + ((parts + 1) | 0) * signed(GAMMA))
 
 
 def bits(keys: Tensor, count: int) -> Tensor:

@@ -55,8 +55,8 @@ LARGE = 64 * 64
 through those stages of `apply_stage` that its own operations need."""
 AT_ONCE = 16
 """How many large images (see `LARGE`) are processed together on a CPU."""
-_CUTOUT_FILL = 127
-_FRACTION = 22  # bits after the binary point; with more, 255 would not fit into int32
+CUTOUT_FILL = 127
+FRACTION = 22  # bits after the binary point; with more, 255 would not fit into int32
 
 
 class _Tables(NamedTuple):
@@ -261,7 +261,7 @@ def _cutout(images: Tensor, draw_y: Tensor, draw_x: Tensor) -> Tensor:
         place = torch.arange(size, device=images.device)
         inside.append((place >= start) & (place < start + side))
     square = (inside[0].unsqueeze(2) & inside[1].unsqueeze(1)).unsqueeze(1).to(torch.uint8)
-    return images * (1 - square) + _CUTOUT_FILL * square  # several times faster than masked_fill
+    return images * (1 - square) + CUTOUT_FILL * square  # several times faster than masked_fill
 
 
 def _recolour(images: Tensor, op: Tensor, magnitude: Tensor, tables: _Tables) -> Tensor:
@@ -319,7 +319,7 @@ def _enhance(images: Tensor, weights: Tensor) -> Tensor:
     mean = (2 * grey.sum((1, 2, 3), keepdim=True, dtype=torch.int32) + count) // (2 * count)
     flat = grey * for_grey + mean * for_mean
     blend = _smooth(images).mul_(for_smooth).add_(wide.mul_(for_image)).add_(flat)
-    blend >>= _FRACTION
+    blend >>= FRACTION
     return blend.to(torch.uint8)
 
 
@@ -356,17 +356,30 @@ def _tables_for(images: Tensor) -> _Tables:
     return _TABLES[key]
 
 
-def _move_tables(height: int, width: int) -> tuple[Tensor, Tensor]:
-    """Returns two lookup tables for the operations that move pixels (rotation, shear, translation). The
-    first, [operation, magnitude, sign], says which affine map is used, as a row of the second table. The
-    second, [map, H · W], has the position from which a map takes each pixel. H · W means a position outside
-    the image."""
-    maps = [
+def operation_tables(height: int, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns the lookup tables from which the operations can be computed pixel by pixel, for images of this
+    size. The first, int32 [operation, magnitude, sign, 6], has affine maps (see `_fixed_affine`). The others
+    are the levels, the stretched levels and the weights of `_Tables`."""
+    maps = torch.tensor(_maps(height, width), dtype=torch.int32)
+    return maps.view(len(OPERATIONS), 10, 2, 6), _level_table(), _stretch_table(), _weight_table()
+
+
+def _maps(height: int, width: int) -> list[tuple[int, ...]]:
+    """Returns the affine map of each operation, magnitude and sign, in this order."""
+    return [
         _fixed_affine(name, sign * v, height, width)
         for name in OPERATIONS
         for v in range(10)
         for sign in (1, -1)
     ]
+
+
+def _move_tables(height: int, width: int) -> tuple[Tensor, Tensor]:
+    """Returns two lookup tables for the operations that move pixels (rotation, shear, translation). The
+    first, [operation, magnitude, sign], says which affine map is used, as a row of the second table. The
+    second, [map, H · W], has the position from which a map takes each pixel. H · W means a position outside
+    the image."""
+    maps = _maps(height, width)
     distinct = sorted(set(maps))
     moves = torch.tensor([distinct.index(each) for each in maps]).view(len(OPERATIONS), 10, 2)
     xx, xy, x0, yx, yy, y0 = torch.tensor(distinct).view(-1, 6, 1, 1).unbind(1)
@@ -438,7 +451,7 @@ def _weight_table() -> Tensor:
     result is slightly too low and is rounded down. The weights for this factor are changed so that the same
     pairs are rounded down.
     """
-    one = 1 << _FRACTION
+    one = 1 << FRACTION
     table = torch.zeros(len(OPERATIONS), 10, 4, dtype=torch.int32)
     table[:, :, 0] = one
     for v in range(1, 10):

@@ -19,9 +19,7 @@ the first setting."""
 
 
 def prepare() -> None:
-    """Sets the options of torch's compiler and its cache. It must be called before the first function is
-    compiled."""
-    compile_cache.use()
+    """Sets the options of torch's compiler. It must be called before the first function is compiled."""
     dynamo = importlib.import_module("torch._dynamo").config
     # one process may run many experiments, and each new shape is compiled separately
     dynamo.recompile_limit = max(dynamo.recompile_limit, 256)
@@ -42,22 +40,26 @@ def prepare() -> None:
 
 
 class Compiled:
-    """A function compiled by torch. If compiling fails, it warns and from then on runs the function
-    uncompiled, so that training can go on."""
+    """A function that torch compiles when it is first called. Before that, the compiler is not even imported,
+    which takes seconds. If compiling fails, it warns and from then on runs the function uncompiled, so that
+    training can go on."""
 
-    def __init__(self, function: Callable[..., Any], dynamic: bool | None = False) -> None:
-        self.function, self.worked = function, False
-        self.fast: Callable[..., Any] | None = torch.compile(function, dynamic=dynamic, fullgraph=True)
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function, self.worked, self.failed = function, False, False
+        self.fast: Callable[..., Any] | None = None
 
     def __call__(self, *arguments: Any) -> Any:
-        if self.fast is None:
+        if self.failed:
             return self.function(*arguments)
         try:
+            if self.fast is None:
+                prepare()
+                self.fast = torch.compile(self.function, dynamic=False, fullgraph=True)
             result = self.fast(*arguments)
         except Exception as error:
             if self.worked or isinstance(error, torch.OutOfMemoryError):
                 raise
-            self.fast = None
+            self.failed = True
             reason = one_line(error, 500)
             warnings.warn(
                 f"a part of the training ({self.function.__name__}) runs uncompiled, which is slower: its "

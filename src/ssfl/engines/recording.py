@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -10,6 +10,8 @@ from torch import Tensor
 from ssfl.engines.buffers import StepBuffers
 from ssfl.errors import SsflWarning
 from ssfl.models.kernels import convolution
+
+Result = TypeVar("Result")
 
 
 class RecordedStep(NamedTuple):
@@ -69,22 +71,22 @@ class Graphs:
         return self._recorders[stream]
 
 
-def run_without_kernels_if_they_fail(run: Callable[[], None]) -> None:
-    """Calls `run`, which runs a training step. If that fails, calls it again with plain PyTorch layers
-    instead of ssfl's GPU kernels.
+def run_without_kernels_if_they_fail(run: Callable[[], Result]) -> Result:
+    """Calls `run`, which uses ssfl's GPU kernels unless they are switched off, and returns its result. If
+    that fails, switches the kernels off and calls it again.
 
     If the second run works, the kernels caused the error (they need a C compiler, for example), and they stay
     switched off. If it fails too, the cause is elsewhere, such as in a person's own method. Then the kernels
     are switched on again, and the first error is raised.
     """
     try:
-        run()
+        return run()
     except Exception as error:
         if isinstance(error, torch.OutOfMemoryError) or not convolution.usable():
             raise
         convolution.use(False)
         try:
-            run()
+            result = run()
         except Exception:
             convolution.use(True)
             raise error from None
@@ -94,6 +96,7 @@ def run_without_kernels_if_they_fail(run: Callable[[], None]) -> None:
             SsflWarning,
             stacklevel=2,
         )
+        return result
 
 
 def _reason(error: Exception) -> str:

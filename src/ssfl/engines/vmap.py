@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from ssfl.core import compile_cache
 from ssfl.core.machine import cores
 from ssfl.core.rows import Layout
 from ssfl.core.step import METRICS, Batch, Look, Loss, Named, Step, evaluated, with_own_labels
@@ -24,6 +25,7 @@ from ssfl.engines.dist import local_cores
 from ssfl.engines.loop import full_batch, predicted
 from ssfl.engines.recording import Graphs, RecordedStep, run_without_kernels_if_they_fail
 from ssfl.engines.work import (
+    SHUFFLE_ROUNDS,
     Optimizer,
     Pool,
     TrainedRows,
@@ -32,10 +34,10 @@ from ssfl.engines.work import (
     for_prediction,
     make_batch,
     positions,
-    swap_or_not,
 )
 from ssfl.federation import Method
 from ssfl.models.kernels import convolution, launching
+from ssfl.models.kernels import views as view_kernels
 
 IN_KERNELS = 128 * 128
 """The largest number of pixels for which GPU kernels do nearly all the work of some networks (`in_kernels`).
@@ -70,17 +72,16 @@ class Vmap:
         """Chooses the functions that a step calls: compiled by torch if the engine compiles, otherwise the
         plain ones."""
 
-        def prepared(function: Callable[..., Any], dynamic: bool | None = False) -> Callable[..., Any]:
-            return compiling.Compiled(function, dynamic) if self.compiled else function
+        def prepared(function: Callable[..., Any]) -> Callable[..., Any]:
+            return compiling.Compiled(function) if self.compiled else function
 
-        if self.compiled:
-            compiling.prepare()
-        self._views: Callable[..., Batch] = prepared(make_batch)
+        if self.compiled or self.pool.images.is_cuda:
+            compile_cache.use()
+        self._views: Callable[..., Batch] = make_batch if self.pool.by_kernels else prepared(make_batch)
         whole = prepared if self._compiles_networks() else _not_compiled
         self._evaluators = {"user": whole(self._evaluate_user), "server": whole(self._evaluate_server)}
         self._predict: Callable[..., Tensor] = whole(self._eager_predict)
         self._sgd: Callable[..., None] = prepared(sgd)
-        self._swap = prepared(swap_or_not, dynamic=True) if self.compiled else None
 
     def _compiles_networks(self) -> bool:
         """Returns whether networks are compiled, if the engine compiles. A network that consists of ssfl's
@@ -199,7 +200,13 @@ class Vmap:
         is the elements `first` to `first + count - 1` of this sequence. It depends on the random key `base`,
         the trainer's number (in `trainers`) and its number of images (in `sizes`).
         """
-        return positions(base, trainers, sizes, first, count, self._swap)
+
+        def chosen() -> Tensor:
+            if trainers.is_cuda and convolution.usable():
+                return view_kernels.positions(base, trainers, sizes, first, count, SHUFFLE_ROUNDS)
+            return positions(base, trainers, sizes, first, count)
+
+        return run_without_kernels_if_they_fail(chosen)
 
     def close(self) -> None:
         """Does nothing, because this engine has no processes to end."""
@@ -346,8 +353,11 @@ class Vmap:
                 logits = self.networks[False](self.pool.normalised(self.pool.images[:1], self.pool.wide))
             probabilities = logits.new_empty(models, *work.batches.shape[1:], logits.shape[1])
         buffers.load(self.layout, rows, momentum, work)
-        # creates the lookup tables of the views, which cannot be part of the recording
-        make_batch(self.pool, buffers.work, buffers.step)
+        # lookup tables of the views cannot be made as part of the recording
+        if self.pool.by_kernels:
+            view_kernels.tables(self.pool.images)
+        else:
+            make_batch(self.pool, buffers.work, buffers.step)
 
         def warm_up() -> None:
             side = torch.cuda.Stream()

@@ -17,6 +17,7 @@ from ssfl.core.rows import placed
 from ssfl.core.step import Batch, Labels, Named
 from ssfl.data import augment, gentle
 from ssfl.engines.features import Features
+from ssfl.models.kernels import views as view_kernels
 
 SHUFFLE_ROUNDS = 24
 VALUES = 1 << 23
@@ -83,7 +84,19 @@ class Pool:
         view, number = (self.weak, 0) if kind == "weak" else (self.strong, 1)
         if self.features is not None:
             return self.features.at(number, source, draws.bits(keys, 1).squeeze(-1), self.dtype)
+        if self.by_kernels:
+            return view_kernels.make(
+                view, self.images, source, keys, self.flip, self.mean, self.std, self.dtype
+            )
         return self.normalised(view.make(source, draws.bits(keys, view.draws), self.flip))
+
+    @property
+    def by_kernels(self) -> bool:
+        """Whether GPU kernels make the views. They read images by index, and give the same bytes as the
+        functions `weak` and `strong`."""
+        if self.features is not None:
+            return False
+        return all(view_kernels.suit(self.images, view, self.dtype) for view in (self.weak, self.strong))
 
     def use(self, round: int) -> None:
         """Prepares the stored features for a round (counted from 0). Each of the first rounds adds features
@@ -92,9 +105,9 @@ class Pool:
             self.features.use(round)
 
     def source(self, indices: Tensor) -> Tensor:
-        """Returns the argument that `views` needs for the images at these indices: the uint8 images or, if
-        `features` is set, just the indices."""
-        return self.images[indices] if self.features is None else indices
+        """Returns the argument that `views` needs for the images at these indices: the uint8 images. If
+        `features` is set, or if GPU kernels make the views, it is just the indices."""
+        return self.images[indices] if self.features is None and not self.by_kernels else indices
 
 
 @dataclass(frozen=True)
@@ -222,7 +235,7 @@ class TrainedRows(NamedTuple):
     metrics: Named
 
 
-def swap_or_not(image: Tensor, keys: Tensor, size: Tensor, turn: int | Tensor) -> Tensor:
+def swap_or_not(image: Tensor, keys: Tensor, size: Tensor, turn: int) -> Tensor:
     """Returns the positions of images after one pass of a swap-or-not shuffle (see `positions`). `image` are
     the positions before the pass. For each of them, `size` is the number of images that are shuffled, and
     `keys` determine the random numbers. `turn` is the number of the pass.
@@ -243,7 +256,6 @@ def positions(
     sizes: Tensor,
     first: int | Tensor,
     count: int,
-    swap: Callable[..., Tensor] | None = None,
 ) -> Tensor:
     """Returns which images each of n trainers (users, or the server) sees, [n, count]. An image is given by
     its position among the trainer's own images. The result is elements `first` to `first + count - 1` of the
@@ -256,27 +268,14 @@ def positions(
     swap-or-not shuffle (Hoang, Morris and Rogaway 2012). It makes several passes (see `swap_or_not`). Each
     pass pairs the positions at random, and swaps each pair or not. So any element can be computed without the
     others, and nothing is stored.
-
-    `swap` is the compiled form of `swap_or_not`; None if nothing is compiled. It is called once per pass on
-    flat tensors. Compiling all passes together would take many times as long, and would be repeated for every
-    number of trainers.
     """
     place = first + torch.arange(count, device=trainers.device)  # or [n, count], if trainers differ
     size = sizes[:, None]
     keys = draws.fold(draws.fold(base + torch.zeros_like(trainers), trainers)[:, None], place // size)
     image = place % size
-    if swap is None or not image.numel():
-        for turn in range(SHUFFLE_ROUNDS):
-            image = swap_or_not(image, keys, size, turn)
-        return image
-    shape = image.shape
-    # contiguous copies, because other memory layouts would be compiled again
-    image, keys, size = (
-        x.expand(shape).flatten().clone(memory_format=torch.contiguous_format) for x in (image, keys, size)
-    )
-    for number in torch.arange(SHUFFLE_ROUNDS, device=image.device).unbind():
-        image = swap(image, keys, size, number)
-    return image.view(shape)
+    for turn in range(SHUFFLE_ROUNDS):
+        image = swap_or_not(image, keys, size, turn)
+    return image
 
 
 VIEWS = ("weak", "strong", "labelled", "dropout")
@@ -309,7 +308,18 @@ def make_batch(pool: Pool, work: Work, step: int | Tensor) -> Batch:
     def at_step(tensor: Tensor) -> Tensor:
         return tensor[:, step] if isinstance(step, int) else tensor.index_select(1, step).squeeze(1)
 
-    return _views(pool, work, at_step, draws.fold(work.keys, step), work.sent)
+    size = work.batches.shape[2]
+    if isinstance(step, Tensor) and pool.by_kernels:
+        keys, image_keys = view_kernels.image_keys(work.keys, step, size)
+    else:
+        keys, image_keys = _image_keys(draws.fold(work.keys, step), size)
+    return _views(pool, work, at_step, keys, image_keys, work.sent)
+
+
+def _image_keys(keys: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Returns the keys of m batches, [4, m], for the four purposes in `VIEWS`. Also returns the keys of their
+    images, [3, m, size], for the purposes that are views."""
+    return keys, draws.fold(keys[:3, :, None], torch.arange(size, device=keys.device))
 
 
 def each_batch(pool: Pool, work: Work, at_once: int = 2048) -> Iterator[Batch]:
@@ -329,8 +339,8 @@ def each_batch(pool: Pool, work: Work, at_once: int = 2048) -> Iterator[Batch]:
         def at_steps(tensor: Tensor, numbers: Tensor = numbers) -> Tensor:
             return tensor[:, numbers].flatten(0, 1)
 
-        keys = draws.fold(work.keys[:, :, None], numbers).flatten(1)
-        *fields, tensors = _views(pool, work, at_steps, keys, {})
+        keys, image_keys = _image_keys(draws.fold(work.keys[:, :, None], numbers).flatten(1), size)
+        *fields, tensors = _views(pool, work, at_steps, keys, image_keys, {})
         for place in range(len(numbers)):
 
             def at_step(tensor: Tensor, shape: tuple[int, int] = shape, place: int = place) -> Tensor:
@@ -345,20 +355,23 @@ def _maybe(change: Callable[[Tensor], Tensor], part: Tensor | None) -> Tensor | 
     return None if part is None else change(part)
 
 
-def _views(pool: Pool, work: Work, at: Callable[[Tensor], Tensor], keys: Tensor, sent: Named) -> Batch:
+def _views(
+    pool: Pool, work: Work, at: Callable[[Tensor], Tensor], keys: Tensor, image_keys: Tensor, sent: Named
+) -> Batch:
     """Returns the images and labels of m batches of B images together; each batch belongs to one trainer and
     one step.
 
     `at` selects the m batches from tensors [n, T, ...] of n trainers and T steps. `keys` [4, m] are the keys
-    of their random draws. `sent` are tensors from the server, which are passed on unchanged.
+    of their random draws, and `image_keys` [3, m, B] those of the images' views. `sent` are tensors from the
+    server, which are passed on unchanged.
     """
     chosen, labelled = at(work.batches), _maybe(at, work.labelled)
     rows, size = chosen.shape
-    weak_keys, strong_keys, labelled_keys, dropout_keys = keys.unbind()
+    weak_keys, strong_keys, labelled_keys = image_keys
     slots = torch.arange(size, device=chosen.device)
 
     def views(kind: str, images: Tensor, keys: Tensor) -> Tensor:
-        inputs = pool.views(kind, images, draws.fold(keys[:, None], slots).flatten())
+        inputs = pool.views(kind, images, keys.flatten())
         return inputs.reshape(rows, -1, *inputs.shape[1:])
 
     images = pool.source(chosen.reshape(-1))
@@ -374,12 +387,10 @@ def _views(pool: Pool, work: Work, at: Callable[[Tensor], Tensor], keys: Tensor,
     tensors = {name: at(tensor) for name, tensor in work.tensors.items()}
     for number, (name, indices) in enumerate(work.extra_images.items()):
         extra = pool.source(at(indices).reshape(-1))
-        tensors[name] = views("weak", extra, draws.fold(weak_keys, size + number))
+        tensors[name] = views("weak", extra, draws.fold(draws.fold(keys[0], size + number)[:, None], slots))
     if labelled is not None:
         images = pool.source(labelled.clamp(min=0).reshape(-1))
         labelled_views = views("weak", images, labelled_keys)
         own_labels = torch.where(labelled < 0, -1, pool.labels[labelled.clamp(min=0)])
     even = torch.full(chosen.shape, 1 / size, dtype=pool.wide, device=chosen.device)
-    return Batch(
-        weak, strong, pool.labels[chosen], labelled_views, own_labels, dropout_keys, even, tensors | sent
-    )
+    return Batch(weak, strong, pool.labels[chosen], labelled_views, own_labels, keys[3], even, tensors | sent)

@@ -45,7 +45,7 @@ class GroupNorm(nn.GroupNorm):
             return super().forward(x)
         models = len(self.weight)
         if fused.suit(x, self.num_groups):
-            return fused.group_norm(x, self.weight, self.bias, None, self.num_groups, self.eps, 1.0)  # type: ignore[no-any-return]
+            return fused.group_norm(x, self.weight, self.bias, None, self.num_groups, self.eps, 1.0)
         if not x.is_cuda:
             parts = zip(x.chunk(models), self.weight, self.bias, strict=True)
             return torch.cat([F.group_norm(part, self.num_groups, w, b, self.eps) for part, w, b in parts])
@@ -107,12 +107,12 @@ class BatchNorm(nn.Module):
         updates the running statistics. `sums` are what a convolution computed for this norm, if it did."""
         running = self.running_mean, self.running_var
         if not self.training:
-            return fused.batch_norm_fixed(x, self.weight, self.bias, add, *running, self.eps, slope)  # type: ignore[no-any-return]
+            return fused.batch_norm_fixed(x, self.weight, self.bias, add, *running, self.eps, slope)
         y, _, _, mean, var = fused.batch_norm(
             x, self.weight, self.bias, add, *running, self.momentum, self.eps, slope, sums
         )
         self.running_mean, self.running_var = mean.detach(), var.detach()
-        return y  # type: ignore[no-any-return]
+        return y
 
 
 def normalisation(norm: str, channels: int) -> nn.Module:
@@ -143,7 +143,7 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, stride: int, paddin
     model's B images are convolved with its own filters, `weight` [n, O, C, k, k]."""
     models = len(weight)
     if convolution.suit(x, weight):
-        return convolution.convolve(x, weight, bias, stride, padding)  # type: ignore[no-any-return]
+        return convolution.convolve(x, weight, bias, stride, padding)
     if x.is_cuda:  # one convolution with n groups of channels, one for each model
         side = x.unflatten(0, (models, -1)).transpose(0, 1).flatten(1, 2)
         out = F.conv2d(side, weight.flatten(0, 1), None, stride, padding, groups=models)
@@ -160,7 +160,7 @@ def activate(norm: nn.Module, x: Tensor, add: Tensor | None = None, slope: float
     leaky ReLU with the negative slope `slope` if this is not 0. Where ssfl's GPU kernels can be used, they
     compute everything in one pass over the images."""
     if isinstance(norm, GroupNorm) and norm.weight.dim() == 2 and fused.suit(x, norm.num_groups):
-        return fused.group_norm(x, norm.weight, norm.bias, add, norm.num_groups, norm.eps, slope)  # type: ignore[no-any-return]
+        return fused.group_norm(x, norm.weight, norm.bias, add, norm.num_groups, norm.eps, slope)
     if isinstance(norm, BatchNorm) and norm.suits(x):
         return norm.activated(x, add, slope)
     x = norm(x)

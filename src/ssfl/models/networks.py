@@ -72,8 +72,10 @@ class Cnn(nn.Module):
             factors = None
             if key is not None:
                 factors = dropout_factors(len(x), second.out_channels, DROPOUT, key, x.dtype)
+            assert first.bias is not None
+            assert second.bias is not None
             out, _, _ = stem.stem(x, first.weight, first.bias, second.weight, second.bias, factors)
-            return out  # type: ignore[no-any-return]
+            return out
         x = activate(self.norm1, first(x))
         x = F.max_pool2d(self.norm2(second(x)), 2)
         return F.relu(x if key is None else dropout(x, DROPOUT, key))

@@ -24,7 +24,7 @@ from ssfl.engines.work import Optimizer, Pool
 from ssfl.errors import ConfigError, one_line
 from ssfl.models import backbones, external
 from ssfl.models.building import plain_network_of
-from ssfl.models.kernels import convolution
+from ssfl.models.kernels import convolution, launching
 from ssfl.runs import doubts
 from ssfl.runs.resolve import load_data, make_parts, resolve, with_data
 from ssfl.simulate.plan import Owners, Plan
@@ -89,6 +89,8 @@ def make(
     device = choose_device(config.run.device)
     if config.run.engine == "dist":
         device = choice.dist.local_device(device)
+    if device.type == "cuda":
+        launching.prepare()
     as_written, dataset = config, load_data(config, data if isinstance(data, Data) else None)
     config = resolve(config, dataset)
     parts, validation = make_parts(config, dataset)

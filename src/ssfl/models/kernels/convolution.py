@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ssfl.models.kernels.operators import fake, operator
+
 _use = find_spec("triton") is not None
 MULTIPLE = 16
 """The numbers of channels must be multiples of this, because a GPU's tensor cores compute blocks of 16."""
@@ -61,7 +63,7 @@ def _out(size: int, kernel: int, stride: int, padding: int) -> int:
     return (size + 2 * padding - kernel) // stride + 1
 
 
-@torch.library.custom_op("ssfl::convolve", mutates_args=())
+@operator("ssfl::convolve")
 def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, stride: int, padding: int) -> Tensor:
     """Returns the convolutions of n models at once, [n · B, O, H', W']. Images are [n · B, C, H, W], filters
     [n, O, C, k, k] and biases [n, O]. Each model's B images are convolved with its own filters."""
@@ -74,13 +76,13 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, stride: int, paddin
     return out.movedim(-1, -3)
 
 
-@convolve.register_fake
+@fake("ssfl::convolve")
 def _(x: Tensor, weight: Tensor, bias: Tensor | None, stride: int, padding: int) -> Tensor:
     size = [_out(s, weight.shape[-1], stride, padding) for s in x.shape[2:]]
     return x.new_empty(x.shape[0], *size, weight.shape[1]).movedim(-1, -3)
 
 
-@torch.library.custom_op("ssfl::convolve_with_moments", mutates_args=())
+@operator("ssfl::convolve_with_moments")
 def convolve_with_moments(
     x: Tensor, weight: Tensor, stride: int, padding: int, level: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -98,13 +100,13 @@ def convolve_with_moments(
     return out.movedim(-1, -3), level.new_empty(0) if sums is None else sums
 
 
-@convolve_with_moments.register_fake
+@fake("ssfl::convolve_with_moments")
 def _(x: Tensor, weight: Tensor, stride: int, padding: int, level: Tensor) -> tuple[Tensor, Tensor]:
     size = [_out(s, weight.shape[-1], stride, padding) for s in x.shape[2:]]
     return x.new_empty(x.shape[0], *size, weight.shape[1]).movedim(-1, -3), level.new_empty(0)
 
 
-@torch.library.custom_op("ssfl::convolve_images_grad", mutates_args=())
+@operator("ssfl::convolve_images_grad")
 def _images_grad(grad: Tensor, weight: Tensor, size: list[int], stride: int, padding: int) -> Tensor:
     from ssfl.models.kernels import triton_conv
 
@@ -112,12 +114,12 @@ def _images_grad(grad: Tensor, weight: Tensor, size: list[int], stride: int, pad
     return grad_x.movedim(-1, -3)
 
 
-@_images_grad.register_fake
+@fake("ssfl::convolve_images_grad")
 def _(grad: Tensor, weight: Tensor, size: list[int], stride: int, padding: int) -> Tensor:
     return grad.new_empty(grad.shape[0], *size, weight.shape[2]).movedim(-1, -3)
 
 
-@torch.library.custom_op("ssfl::convolve_weights_grad", mutates_args=())
+@operator("ssfl::convolve_weights_grad")
 def _weights_grad(grad: Tensor, x: Tensor, models: int, kernel: int, stride: int, padding: int) -> Tensor:
     from ssfl.models.kernels import triton_conv
 
@@ -127,7 +129,7 @@ def _weights_grad(grad: Tensor, x: Tensor, models: int, kernel: int, stride: int
     return grad_weight if few else grad_weight.movedim(-1, -3)
 
 
-@_weights_grad.register_fake
+@fake("ssfl::convolve_weights_grad")
 def _(grad: Tensor, x: Tensor, models: int, kernel: int, stride: int, padding: int) -> Tensor:
     if x.shape[1] <= FEW:
         return grad.new_empty(models, grad.shape[1], x.shape[1], kernel, kernel)
@@ -160,7 +162,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Ten
     return to_x, to_weight, to_bias, None, None
 
 
-convolve.register_autograd(_backward, setup_context=_remember)
+torch.library.register_autograd("ssfl::convolve", _backward, setup_context=_remember)
 
 
 def _remember_with_moments(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -175,4 +177,6 @@ def _backward_with_moments(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Te
     return to_x, to_weight, None, None, None
 
 
-convolve_with_moments.register_autograd(_backward_with_moments, setup_context=_remember_with_moments)
+torch.library.register_autograd(
+    "ssfl::convolve_with_moments", _backward_with_moments, setup_context=_remember_with_moments
+)

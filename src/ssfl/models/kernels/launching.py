@@ -1,6 +1,7 @@
 """Starts Triton kernels, or only compiles them. Compiling many kernels at once shortens the first round of a
 run."""
 
+import importlib
 import os
 import time
 from collections.abc import Callable
@@ -8,9 +9,11 @@ from concurrent.futures import Executor, Future
 from contextlib import suppress
 from contextvars import Context, copy_context
 from functools import partial
+from threading import Thread
 from typing import Any
 
 from ssfl.core import forked
+from ssfl.models.kernels import convolution
 
 LONG = 0.1
 """A kernel that takes more seconds was not in Triton's cache, but was compiled."""
@@ -25,8 +28,29 @@ _compiling: Context | None = None
 the process, so only one thread may train at a time."""
 
 
+_checksum: Thread | None = None
+"""The thread that computes the checksum of Triton (see `prepare`), while it is running."""
+
+
+def prepare() -> None:
+    """Starts to compute the checksum of Triton's own files, in a thread. Triton computes it before the first
+    kernel, which takes about two seconds, because a compiled kernel is only used again with the same Triton.
+    With the thread, images can be loaded in this time."""
+    global _checksum
+    if _checksum is None and convolution.usable():
+        _checksum = Thread(target=_compute_checksum, daemon=True)
+        _checksum.start()
+
+
+def _compute_checksum() -> None:
+    with suppress(Exception):  # Triton computes it itself if this version has no such function
+        importlib.import_module("triton.runtime.cache").triton_key()
+
+
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
     """Runs a Triton kernel with this grid of programs. Inside `compile_ahead` it is only compiled."""
+    if _checksum is not None and _checksum.is_alive():
+        _checksum.join()
     if _compiling is None:
         kernel[grid](*arguments, **options)
     else:  # a copy, because gradients are computed in another thread, and a context has one thread at a time

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ssfl.models.kernels.convolution import MULTIPLE, pixels_first, usable
+from ssfl.models.kernels.operators import fake, operator
 
 LARGEST = 32768
 """The largest number of values that a Triton program can hold at once. For the group norm kernel, one group
@@ -33,7 +34,7 @@ def suit(x: Tensor, groups: int) -> bool:
     return even and _power(x.shape[2] * x.shape[3]) * members <= LARGEST
 
 
-@torch.library.custom_op("ssfl::group_norm", mutates_args=())
+@operator("ssfl::group_norm")
 def group_norm(
     x: Tensor, weight: Tensor, bias: Tensor, add: Tensor | None, groups: int, eps: float, slope: float
 ) -> Tensor:
@@ -49,14 +50,14 @@ def group_norm(
     return out.movedim(-1, -3)
 
 
-@group_norm.register_fake
+@fake("ssfl::group_norm")
 def _(
     x: Tensor, weight: Tensor, bias: Tensor, add: Tensor | None, groups: int, eps: float, slope: float
 ) -> Tensor:
     return x.new_empty(x.shape[0], *x.shape[2:], x.shape[1]).movedim(-1, -3)
 
 
-@torch.library.custom_op("ssfl::group_norm_grad", mutates_args=())
+@operator("ssfl::group_norm_grad")
 def _grad(
     grad: Tensor, x: Tensor, y: Tensor, weight: Tensor, bias: Tensor,
     groups: int, eps: float, slope: float, added: bool,
@@ -70,7 +71,7 @@ def _grad(
     return to_x.movedim(-1, -3), to_add.movedim(-1, -3) if added else to_add, to_weight, to_bias
 
 
-@_grad.register_fake
+@fake("ssfl::group_norm_grad")
 def _(
     grad: Tensor, x: Tensor, y: Tensor, weight: Tensor, bias: Tensor,
     groups: int, eps: float, slope: float, added: bool,
@@ -100,7 +101,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return to_x, scale, shift, to_add if ctx.added else None, None, None, None
 
 
-group_norm.register_autograd(_backward, setup_context=_remember)
+torch.library.register_autograd("ssfl::group_norm", _backward, setup_context=_remember)
 
 
 def suit_batch(x: Tensor, models: int) -> bool:
@@ -116,7 +117,7 @@ def offsets_fit(x: Tensor, models: int) -> bool:
     return x.numel() // models < 2**31
 
 
-@torch.library.custom_op("ssfl::batch_norm", mutates_args=())
+@operator("ssfl::batch_norm")
 def batch_norm(
     x: Tensor, weight: Tensor, bias: Tensor, add: Tensor | None, running_mean: Tensor, running_var: Tensor,
     momentum: float, eps: float, slope: float, sums: Tensor | None = None,
@@ -143,7 +144,7 @@ def batch_norm(
     return out.movedim(-1, -3), mean, var, new_mean, new_var
 
 
-@batch_norm.register_fake
+@fake("ssfl::batch_norm")
 def _(
     x: Tensor, weight: Tensor, bias: Tensor, add: Tensor | None, running_mean: Tensor, running_var: Tensor,
     momentum: float, eps: float, slope: float, sums: Tensor | None = None,
@@ -152,7 +153,7 @@ def _(
     return (x.new_empty(x.shape[0], *x.shape[2:], x.shape[1]).movedim(-1, -3), *each)  # type: ignore[return-value]
 
 
-@torch.library.custom_op("ssfl::batch_norm_fixed", mutates_args=())
+@operator("ssfl::batch_norm_fixed")
 def batch_norm_fixed(
     x: Tensor, weight: Tensor, bias: Tensor, add: Tensor | None, mean: Tensor, var: Tensor,
     eps: float, slope: float,
@@ -168,7 +169,7 @@ def batch_norm_fixed(
     return out.movedim(-1, -3)
 
 
-@batch_norm_fixed.register_fake
+@fake("ssfl::batch_norm_fixed")
 def _(
     x: Tensor, weight: Tensor, bias: Tensor, add: Tensor | None, mean: Tensor, var: Tensor,
     eps: float, slope: float,
@@ -176,7 +177,7 @@ def _(
     return x.new_empty(x.shape[0], *x.shape[2:], x.shape[1]).movedim(-1, -3)
 
 
-@torch.library.custom_op("ssfl::batch_norm_grad", mutates_args=())
+@operator("ssfl::batch_norm_grad")
 def _batch_grad(
     grad: Tensor, x: Tensor, y: Tensor, mean: Tensor, var: Tensor, weight: Tensor, bias: Tensor,
     eps: float, slope: float, added: bool,
@@ -190,7 +191,7 @@ def _batch_grad(
     return to_x.movedim(-1, -3), to_add.movedim(-1, -3) if added else to_add, to_weight, to_bias
 
 
-@_batch_grad.register_fake
+@fake("ssfl::batch_norm_grad")
 def _(
     grad: Tensor, x: Tensor, y: Tensor, mean: Tensor, var: Tensor, weight: Tensor, bias: Tensor,
     eps: float, slope: float, added: bool,
@@ -213,4 +214,4 @@ def _batch_backward(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Tensor |
     return to_x, scale, shift, to_add if ctx.added else None, *[None] * 6
 
 
-batch_norm.register_autograd(_batch_backward, setup_context=_remember_batch)
+torch.library.register_autograd("ssfl::batch_norm", _batch_backward, setup_context=_remember_batch)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ssfl.models.kernels.convolution import FEW, pixels_first, suit
+from ssfl.models.kernels.operators import fake, operator
 
 KERNEL = 3
 """The side of the filters of both convolutions. They have stride 1 and no padding."""
@@ -29,7 +30,7 @@ def fits(x: Tensor, weight: Tensor, weight2: Tensor) -> bool:
     return sides == {KERNEL} and even and small and triton_tma.usable(x.device)
 
 
-@torch.library.custom_op("ssfl::stem", mutates_args=())
+@operator("ssfl::stem")
 def stem(
     x: Tensor, weight: Tensor, bias: Tensor, weight2: Tensor, bias2: Tensor, keep: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -47,7 +48,7 @@ def stem(
     return out, hidden, largest
 
 
-@stem.register_fake
+@fake("ssfl::stem")
 def _(
     x: Tensor, weight: Tensor, bias: Tensor, weight2: Tensor, bias2: Tensor, keep: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -58,7 +59,7 @@ def _(
     return x.new_empty(count, weight2.shape[1], height, width), hidden, largest
 
 
-@torch.library.custom_op("ssfl::stem_grad", mutates_args=())
+@operator("ssfl::stem_grad")
 def _grad(
     grad: Tensor, x: Tensor, weight2: Tensor, hidden: Tensor, largest: Tensor, keep: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -74,7 +75,7 @@ def _grad(
     return to_weight, to_bias, to_weight2.movedim(-1, -3), to_bias2
 
 
-@_grad.register_fake
+@fake("ssfl::stem_grad")
 def _(
     grad: Tensor, x: Tensor, weight2: Tensor, hidden: Tensor, largest: Tensor, keep: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -97,4 +98,4 @@ def _backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     return None, *_grad(grad, x, weight2, hidden, largest, keep), None
 
 
-stem.register_autograd(_backward, setup_context=_remember)
+torch.library.register_autograd("ssfl::stem", _backward, setup_context=_remember)
