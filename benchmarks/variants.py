@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks import report
 from ssfl.config.loading import load_config
 from ssfl.contest.standings import paired
-from ssfl.errors import DivergedError
+from ssfl.errors import ConfigError, DivergedError
 from ssfl.runs import folder as runs
 from ssfl.runs import same, text, train
 from ssfl.runs.folder import versions
@@ -115,18 +115,23 @@ SETS = {"anchored": ANCHORED, "norms": NORMS, "screen": SCREEN}
 
 def played(options: argparse.Namespace, name: str, sets: list[str], seed: int) -> dict[str, Any]:
     """Runs one variant with one seed, unless it is finished. Returns its accuracies, seconds, device and
-    commit; the accuracies are None if training diverged."""
+    commit. The accuracies are None if training diverged. If ssfl refuses the variant's settings, the result
+    has the error message as "refused" instead, and the other variants still run."""
+    result: dict[str, Any] = {"variant": name, "seed": seed}
     folder = options.out / f"{options.set_of}-{name}-seed{seed}".replace(" ", "_").replace(",", "")
     seeds = [f"run.seed={seed}", f"split.seed={100 + seed}"]
-    sets = ["data.validation=0.2", "run.threads=1", *options.sets, *sets, *_rounds(options, sets), *seeds]
-    config = load_config(options.config, sets)
-    same.require(config, folder)
-    if runs.read_summary(folder) is None and runs.broke_down(folder) is None:
-        with suppress(DivergedError):  # divergence is a result too, and the other runs continue
-            train.begin_or_resume(config, folder)
+    try:
+        sets = ["data.validation=0.2", "run.threads=1", *options.sets, *sets, *_rounds(options, sets), *seeds]
+        config = load_config(options.config, sets)
+        same.require(config, folder)
+        if runs.read_summary(folder) is None and runs.broke_down(folder) is None:
+            with suppress(DivergedError):  # divergence is a result too, and the other runs continue
+                train.begin_or_resume(config, folder)
+    except ConfigError as error:
+        return result | {"refused": str(error)}
     summary = runs.read_summary(folder) or {}
     keys = ("validation_accuracy", "accuracy", "seconds", "device", "commit")
-    return {"variant": name, "seed": seed} | {key: summary.get(key) for key in keys}
+    return result | {key: summary.get(key) for key in keys}
 
 
 def _rounds(options: argparse.Namespace, sets: list[str]) -> list[str]:
@@ -172,12 +177,13 @@ def _lines(names: list[str], rows: list[dict[str, Any]]) -> list[list[str]]:
     from the first variant over common seeds."""
     accuracies = {
         name: {row["seed"]: 100 * row["validation_accuracy"] for row in rows
-               if row["variant"] == name and row["validation_accuracy"] is not None}
+               if row["variant"] == name and row.get("validation_accuracy") is not None}
         for name in names
     }  # fmt: skip
+    refused = {row["variant"]: f"refused: {row['refused']}" for row in rows if "refused" in row}
     lines = []
     for name, seeds in accuracies.items():
-        mean = f"{statistics.mean(seeds.values()):.2f}" if seeds else "diverged"
+        mean = f"{statistics.mean(seeds.values()):.2f}" if seeds else refused.get(name, "diverged")
         spread = f" ± {statistics.stdev(seeds.values()):.2f}" if len(seeds) > 1 else ""
         against = "" if name == names[0] else paired(seeds, accuracies[names[0]], "+")
         lines.append([name, mean + spread, against])

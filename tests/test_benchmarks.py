@@ -5,13 +5,14 @@ import os
 import signal
 import subprocess
 import sys
+from argparse import Namespace
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import peers, plots, robustness, turns
+from benchmarks import peers, plots, robustness, turns, variants
 from ssfl.models import networks
 from waiting import descendants
 
@@ -95,6 +96,14 @@ def test_the_peers_network_is_ours(name: str, norm: str, shape: tuple[int, int, 
             mine.copy_(copied)
         images = torch.randn(4, *shape)
         torch.testing.assert_close(theirs.eval()(images), ours.eval()(images))
+
+
+def test_a_variant_that_is_refused_does_not_stop_the_others(tmp_path: Path) -> None:
+    options = Namespace(config="quickstart", set_of="screen", sets=[], out=tmp_path)
+    row = variants.played(options, "too many users", ["federation.participants=99"], 1)
+    assert "federation.participants" in row["refused"]
+    line = variants._lines(["anchored", "too many users"], [row])[1]
+    assert "refused" in line[1]
 
 
 @pytest.mark.slow
