@@ -200,7 +200,7 @@ def test_batch_norm_with_the_sums_of_a_convolution(
     scale, shift = random(models, outputs, seed=3), random(models, outputs, seed=4)
     running = torch.randn(models, outputs, device="cuda"), torch.rand(models, outputs, device="cuda")
     running[0][0, :4] = torch.tensor([100.0, 1e30, float("nan"), -float("inf")])  # as noise may make it
-    y, sums = convolution.convolve_with_moments(x, weight, stride, padding, running[0])
+    y, sums = convolution.convolve_with_moments(x, weight, stride, padding, running[0], None)
     plain = convolution.convolve(x, weight, None, stride, padding)
     assert torch.equal(y, plain)
     assert bool(sums.numel()) == (triton_tma.hopper(x.device) and inputs > 4 and outputs != 48)
@@ -212,6 +212,32 @@ def test_batch_norm_with_the_sums_of_a_convolution(
     towards = random(*y.shape, seed=5)
     ours, theirs = (torch.autograd.grad(each[0], weight, towards)[0] for each in (found, expected))
     assert close(ours, theirs.float())
+
+
+@pytest.mark.parametrize("older", [True, False])
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "size", "stride"),
+    [(32, 32, 32, 1), (64, 64, 16, 1), (64, 128, 16, 2), (128, 128, 8, 1), (16, 48, 6, 1), (3, 64, 8, 1)],
+)
+def test_a_convolution_adds_a_tensor_before_it_computes_the_sums(
+    inputs: int, outputs: int, size: int, stride: int, older: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if older:  # what GPUs before Hopper use
+        monkeypatch.setattr(triton_tma, "hopper", lambda device: False)
+    x, weight = random(10, inputs, size, size), random(2, outputs, inputs, 3, 3, seed=2).requires_grad_()
+    add = random(10, outputs, size // stride, size // stride, seed=3).requires_grad_()
+    level = torch.randn(2, outputs, device="cuda")
+    y, sums = convolution.convolve_with_moments(x, weight, stride, 1, level, add)
+    assert close(y, plain(x.float(), weight.float(), None, stride, 1) + add.float())
+    if sums.numel():
+        apart = y.float().unflatten(0, (2, -1)) - level[:, None, :, None, None]
+        assert torch.allclose(sums.sum(1)[:, 0], apart.sum((1, 3, 4)), rtol=1e-3, atol=1e-2)
+        assert torch.allclose(sums.sum(1)[:, 1], apart.square().sum((1, 3, 4)), rtol=1e-3)
+    towards = random(*y.shape, seed=4)
+    to_weight, to_add = torch.autograd.grad(y, [weight, add], towards)
+    alone, _ = convolution.convolve_with_moments(x, weight, stride, 1, None, None)
+    assert torch.equal(to_add, towards)
+    assert torch.equal(to_weight, torch.autograd.grad(alone, weight, towards)[0])
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -155,14 +155,16 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, stride: int, paddin
     return torch.cat([F.conv2d(*part, stride, padding) for part in parts])
 
 
-def activate(norm: nn.Module, x: Tensor, add: Tensor | None = None, slope: float = 0.0) -> Tensor:
+def activate(
+    norm: nn.Module, x: Tensor, add: Tensor | None = None, slope: float = 0.0, sums: Tensor | None = None
+) -> Tensor:
     """Returns activation(norm(x) + add); nothing is added if `add` is None. The activation is ReLU, or a
     leaky ReLU with the negative slope `slope` if this is not 0. Where ssfl's GPU kernels can be used, they
-    compute everything in one pass over the images."""
+    compute everything in one pass over the images. `sums` are what `convolve_and_add` returned with x."""
     if isinstance(norm, GroupNorm) and norm.weight.dim() == 2 and fused.suit(x, norm.num_groups):
         return fused.group_norm(x, norm.weight, norm.bias, add, norm.num_groups, norm.eps, slope)
     if isinstance(norm, BatchNorm) and norm.suits(x):
-        return norm.activated(x, add, slope)
+        return norm.activated(x, add, slope, sums)
     x = norm(x)
     x = x if add is None else x + add
     return F.leaky_relu(x, slope) if slope else F.relu(x)
@@ -173,13 +175,39 @@ def convolve_and_activate(
 ) -> Tensor:
     """Returns `activate` of the convolution of x. For batch normalisation, ssfl's GPU kernels compute its
     statistics together with the convolution. This saves a pass over the images."""
-    several = conv.weight.dim() == 5 and conv.bias is None and convolution.suit(x, conv.weight)
-    if several and isinstance(norm, BatchNorm) and norm.training and not torch.compiler.is_compiling():
+    level = _level(norm)
+    if level is not None and _with_kernels(conv, x):
         y, sums = convolution.convolve_with_moments(
-            x, conv.weight, conv.stride[0], int(conv.padding[0]), norm.running_mean
+            x, conv.weight, conv.stride[0], int(conv.padding[0]), level, None
         )
-        return norm.activated(y, add, slope, sums) if norm.suits(y) else activate(norm, y, add, slope)
+        return activate(norm, y, add, slope, sums)
     return activate(norm, conv(x), add, slope)
+
+
+def convolve_and_add(
+    conv: Conv2d, x: Tensor, add: Tensor, following: nn.Module
+) -> tuple[Tensor, Tensor | None]:
+    """Returns the convolution of x plus `add`. Where ssfl's GPU kernels can be used, they compute both in one
+    pass over the images. If batch normalisation follows (the layer `following`), they also compute the sums
+    for its statistics: the second result, for `activate`. Otherwise this is None."""
+    if _with_kernels(conv, x):
+        return convolution.convolve_with_moments(
+            x, conv.weight, conv.stride[0], int(conv.padding[0]), _level(following), add
+        )
+    return conv(x) + add, None
+
+
+def _with_kernels(conv: Conv2d, x: Tensor) -> bool:
+    """Returns whether ssfl's GPU kernels compute this convolution together with what follows it. They do not
+    in code that torch compiles."""
+    several = conv.weight.dim() == 5 and conv.bias is None and not torch.compiler.is_compiling()
+    return several and convolution.suit(x, conv.weight)
+
+
+def _level(norm: nn.Module) -> Tensor | None:
+    """Returns the level above which a convolution adds up its results for this layer. None if the layer needs
+    no sums."""
+    return norm.running_mean if isinstance(norm, BatchNorm) and norm.training else None
 
 
 def _per_channel(values: Tensor, dims: int) -> Tensor:

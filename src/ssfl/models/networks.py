@@ -16,6 +16,7 @@ from ssfl.models.layers import (
     Linear,
     activate,
     convolve_and_activate,
+    convolve_and_add,
     dropout,
     dropout_factors,
     normalisation,
@@ -189,11 +190,14 @@ class WideBlock(nn.Module):
         if inputs != outputs:
             self.shortcut = Conv2d(inputs, outputs, 1, stride, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        out = activate(self.norm1, x, slope=0.1)
+    def forward(self, x: Tensor, sums: Tensor | None, following: nn.Module) -> tuple[Tensor, Tensor | None]:
+        """Returns the block's result. Also returns the sums that a GPU kernel computes with it for the
+        normalisation `following` the block, and gets those for its own first normalisation; None if there are
+        none."""
+        out = activate(self.norm1, x, slope=0.1, sums=sums)
         short = x if isinstance(self.shortcut, nn.Identity) else self.shortcut(out)
         out = convolve_and_activate(self.conv1, self.norm2, out, slope=0.1)
-        return self.conv2(out) + short  # type: ignore[no-any-return]
+        return convolve_and_add(self.conv2, out, short, following)
 
 
 class WideResNet(nn.Module):
@@ -213,7 +217,12 @@ class WideResNet(nn.Module):
         self.fc = Linear(128, classes)
 
     def forward(self, x: Tensor, key: Tensor | None = None) -> Tensor:
-        x = activate(self.norm, self.blocks(self.conv(x)), slope=0.1)
+        x, sums = self.conv(x), None
+        blocks = list(self.blocks)
+        norms = [*(block.norm1 for block in blocks[1:]), self.norm]
+        for block, following in zip(blocks, norms, strict=True):
+            x, sums = block(x, sums, following)
+        x = activate(self.norm, x, slope=0.1, sums=sums)
         return self.fc(x.mean((2, 3)))  # type: ignore[no-any-return]
 
 

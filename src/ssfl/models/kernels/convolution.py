@@ -84,26 +84,35 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None, stride: int, padding: int)
 
 @operator("ssfl::convolve_with_moments")
 def convolve_with_moments(
-    x: Tensor, weight: Tensor, stride: int, padding: int, level: Tensor
+    x: Tensor, weight: Tensor, stride: int, padding: int, level: Tensor | None, add: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Returns the same as `convolve`, without bias. Also returns sums with which `batch_norm` computes its
-    statistics, so that it need not read the images for this. They are empty if the kernel does not compute
-    them. They are sums over the result minus `level` [n, O]. No gradient flows through them."""
+    """Returns the same as `convolve`, without bias, plus `add` [n · B, O, H', W'] if that is not None.
+
+    Also returns sums with which `batch_norm` computes its statistics, so that it need not read the images for
+    this. They are sums over the result minus `level` [n, O]. They are empty if `level` is None, or if the
+    kernel does not compute them. No gradient flows through them.
+    """
     from ssfl.models.kernels import triton_conv
 
+    summand, sums = None if add is None else pixels_first(add), None
     if weight.shape[2] <= FEW:
-        out, sums = triton_conv.first(x.contiguous(), weight.contiguous(), None, stride, padding), None
+        out = triton_conv.first(x.contiguous(), weight.contiguous(), None, stride, padding)
+        out = out if summand is None else out.add_(summand)
     else:
         out, sums = triton_conv.correlate_with_moments(
-            pixels_first(x), pixels_first(weight), None, stride, padding, level.contiguous()
-        )
-    return out.movedim(-1, -3), level.new_empty(0) if sums is None else sums
+            pixels_first(x), pixels_first(weight), None, stride, padding,
+            None if level is None else level.contiguous(), summand,
+        )  # fmt: skip
+    return out.movedim(-1, -3), x.new_empty(0, dtype=torch.float32) if sums is None else sums
 
 
 @fake("ssfl::convolve_with_moments")
-def _(x: Tensor, weight: Tensor, stride: int, padding: int, level: Tensor) -> tuple[Tensor, Tensor]:
+def _(
+    x: Tensor, weight: Tensor, stride: int, padding: int, level: Tensor | None, add: Tensor | None
+) -> tuple[Tensor, Tensor]:
     size = [_out(s, weight.shape[-1], stride, padding) for s in x.shape[2:]]
-    return x.new_empty(x.shape[0], *size, weight.shape[1]).movedim(-1, -3), level.new_empty(0)
+    sums = x.new_empty(0, dtype=torch.float32)
+    return x.new_empty(x.shape[0], *size, weight.shape[1]).movedim(-1, -3), sums
 
 
 @operator("ssfl::convolve_images_grad")
@@ -166,7 +175,7 @@ torch.library.register_autograd("ssfl::convolve", _backward, setup_context=_reme
 
 
 def _remember_with_moments(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, weight, ctx.stride, ctx.padding, _ = inputs
+    x, weight, ctx.stride, ctx.padding, _, _ = inputs
     ctx.set_materialize_grads(False)  # no zeros as gradients of the sums
     ctx.save_for_backward(x, weight)
 
@@ -174,7 +183,7 @@ def _remember_with_moments(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tens
 def _backward_with_moments(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
     x, weight = ctx.saved_tensors
     to_x, to_weight = _gradients(ctx, grad, x, weight)
-    return to_x, to_weight, None, None, None
+    return to_x, to_weight, None, None, None, grad if ctx.needs_input_grad[5] else None
 
 
 torch.library.register_autograd(

@@ -235,12 +235,14 @@ def correlate(x: Tensor, w: Tensor, bias: Tensor | None, stride: int, padding: i
 
 
 def correlate_with_moments(
-    x: Tensor, w: Tensor, bias: Tensor | None, stride: int, padding: int, level: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """Returns the same convolutions as `correlate`. If `level` [n, O] is not None, also returns the sums for
-    batch normalisation (see `triton_tma.correlate`), or None if the kernel does not compute them."""
+    x: Tensor, w: Tensor, bias: Tensor | None, stride: int, padding: int, level: Tensor | None,
+    add: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Returns the same convolutions as `correlate`, plus the tensor `add` if it is not None. If `level` [n,
+    O] is not None, also returns the sums for batch normalisation (see `triton_tma.correlate`), or None if the
+    kernel does not compute them."""
     size = [(s + 2 * padding - w.shape[2]) // stride + 1 for s in x.shape[1:3]]
-    return _launch(x, w, bias, size, w.shape[1], stride, 1, padding, False, level=level)
+    return _launch(x, w, bias, size, w.shape[1], stride, 1, padding, False, level=level, add=add)
 
 
 def spread(
@@ -259,20 +261,20 @@ def spread(
 def _launch(
     x: Tensor, w: Tensor, bias: Tensor | None, size: list[int],
     outputs: int, stride: int, up: int, pad: int, flip: bool, output: Tensor | None = None,
-    level: Tensor | None = None,
+    level: Tensor | None = None, add: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Returns the result of `_correlate`: a convolution or, if `flip` is true, its gradient with respect to
     the images. The result has `size` (height, width) pixels and `outputs` channels. It is zero where `output`
-    is zero, if that is given. Chooses the kernel that suits the GPU and the shapes. Also returns what
-    `triton_tma.correlate` returns for this `level`, if that is the kernel."""
+    is zero, if that is given. If `add` is given, it is added. Chooses the kernel that suits the GPU and the
+    shapes. Also returns what `triton_tma.correlate` returns for this `level`, if that is the kernel."""
     models, images, channels = len(w), len(x) // len(w), x.shape[3]
     if output is None and triton_fold.suits(x, outputs, size[1], w.shape[2], stride * up):
-        return triton_fold.correlate(x, w, bias, size, pad, flip, level)
+        return triton_fold.correlate(x, w, bias, size, pad, flip, level, add=add)
     tile = triton_tma.product_tile(x, models, size, outputs, w.shape[2], stride, up)
     if tile is not None and output is None:
         return triton_tma.correlate(
             x, w, bias, size, outputs, stride, up, w.shape[2] - 1 - pad if flip else pad, flip, tile,
-            level=level,
+            level=level, add=add,
         )  # fmt: skip
     y = x.new_empty(len(x), *size, outputs)
     tall, wide, deep, warps, stages = _product_tiles(outputs, channels)
@@ -286,7 +288,7 @@ def _launch(
         stride, up, pad, w.shape[2], channels, outputs, flip, bias is not None, output is not None,
         tall, wide, deep, num_warps=warps, num_stages=stages,
     )  # fmt: skip
-    return y, None
+    return y if add is None else y.add_(add), None
 
 
 def weights_grad(

@@ -123,18 +123,21 @@ def correlate(
     flip: bool,
     level: Tensor | None = None,
     tile: triton_tma.Tile | None = None,
+    add: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Returns a convolution [n · B, H', W', O] of images x [n · B, H, W, C] with filters w [n, O, 3, 3, C]
     and biases [n, O]. `size` is (H', W'). If `flip` is true, x is the gradient of a convolution's output, and
-    the result the gradient of its images. Then `padding` is 2 minus that of the convolution. `level` and the
-    second result are as in `triton_tma.correlate`."""
+    the result the gradient of its images. Then `padding` is 2 minus that of the convolution. `level`, `add`
+    and the second result are as in `triton_tma.correlate`."""
     wide = widened(w, flip)
     outputs = wide.shape[1]
     if tile is None:
         tile = triton_tma.Tile(256, outputs, CHANNELS, 4, 4)
     both = None if bias is None else bias.repeat(1, FOLD)
     folded = [size[0], size[1] // FOLD]
-    y, sums = triton_tma.correlate(x, wide, both, folded, outputs, 1, 1, padding, False, tile, FOLD, level)
+    y, sums = triton_tma.correlate(
+        x, wide, both, folded, outputs, 1, 1, padding, False, tile, FOLD, level, add
+    )
     return y.view(len(x), *size, outputs // FOLD), sums
 
 

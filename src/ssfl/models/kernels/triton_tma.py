@@ -43,11 +43,11 @@ division and subtracted after it."""
 
 @triton.jit(do_not_specialize=["images", "H", "W"])
 def _correlate(
-    x, w, bias, level, y, sums, images, H, W, y_model,
+    x, w, bias, add, level, y, sums, images, H, W, y_model,
     stride: tl.constexpr, up: tl.constexpr, pad: tl.constexpr, k: tl.constexpr,
-    C: tl.constexpr, OUT: tl.constexpr, FLIP: tl.constexpr, BIAS: tl.constexpr, FOLD: tl.constexpr,
-    MOMENTS: tl.constexpr, LARGEST: tl.constexpr, BI: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr, FAR: tl.constexpr,
+    C: tl.constexpr, OUT: tl.constexpr, FLIP: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr,
+    FOLD: tl.constexpr, MOMENTS: tl.constexpr, LARGEST: tl.constexpr, BI: tl.constexpr, BH: tl.constexpr,
+    BW: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
     """Writes a convolution, or its gradient with respect to the images. Output y[o, m] is the value of
     channel o at pixel m. It is the sum, over taps (positions in the filter) and channels c, of w · x[pixel m
@@ -59,7 +59,7 @@ def _correlate(
     forward pass. Pixels of the same phase (position modulo `up`) are computed together.
 
     With FOLD, a pixel of y stands for FOLD neighbouring columns, and w are widened filters
-    (`triton_fold.py`).
+    (`triton_fold.py`). With ADD, `add` is added to the result.
 
     With MOMENTS, two sums for each channel over the pixels of this tile are written to `sums`: of d and of
     d², where d is the value of y minus the channel's `level`. Batch normalisation needs them.
@@ -107,9 +107,11 @@ def _correlate(
     column += m % BW
     inside = (image < images) & (row < rows) & (column < columns)
     place = (image * H + row * up + below) * W + column * up + beside
-    y += model.to(tl.int64) * y_model
+    at = model.to(tl.int64) * y_model + place[None, :] * OUT + o[:, None]
+    if ADD:
+        total += tl.load(add + at, mask=inside[None, :], other=0.0).to(tl.float32)
     rounded = total.to(y.dtype.element_ty)
-    tl.store(y + place[None, :] * OUT + o[:, None], rounded, mask=inside[None, :])
+    tl.store(y + at, rounded, mask=inside[None, :])
     if MOMENTS:
         DEPTH: tl.constexpr = OUT // FOLD
         start = tl.load(level + model * DEPTH + o % DEPTH)
@@ -334,6 +336,7 @@ def _flat(box: tuple[int, int, int], height: int, width: int) -> bool:
 def correlate(
     x: Tensor, w: Tensor, bias: Tensor | None, size: list[int], outputs: int,
     stride: int, up: int, padding: int, flip: bool, tile: Tile, fold: int = 1, level: Tensor | None = None,
+    add: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Returns a convolution, or the gradient of a convolution with respect to its images. Each of n models
     has B images and its own filters w [n, O, k, k, C].
@@ -348,7 +351,8 @@ def correlate(
     If `fold` is not 1, w are widened filters, and the result has `fold` columns in one (`triton_fold.py`).
 
     If `level` [n, O] is not None, also returns the sums for batch normalisation, as `triton_batch.moments`
-    does. They are sums over the result minus its channel's `level`.
+    does. They are sums over the result minus its channel's `level`. If `add` is not None, this tensor of the
+    same shape is added to the result.
     """
     models, images, channels, kernel = len(w), len(x) // len(w), x.shape[3], w.shape[2]
     y = x.new_empty(len(x), *size, outputs)
@@ -361,10 +365,10 @@ def correlate(
     launch(
         _correlate, (parts, outputs // tile.outputs, models * up * up),
         pixel_boxes(x, stride, box, tile.channels, fold), matrix_tiles(w, models * w.shape[1], block),
-        w if bias is None else bias.contiguous(), w if level is None else level, y,
+        w if bias is None else bias.contiguous(), y if add is None else add, w if level is None else level, y,
         y if sums is None else sums, images, size[0], size[1],
         images * size[0] * size[1] * outputs, stride, up, padding, kernel, channels, outputs,
-        flip, bias is not None, fold, level is not None, triton_batch.LARGEST,
+        flip, bias is not None, add is not None, fold, level is not None, triton_batch.LARGEST,
         *box, tile.outputs, tile.channels, FAR, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return y, sums
