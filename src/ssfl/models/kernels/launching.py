@@ -9,11 +9,11 @@ from concurrent.futures import Executor, Future
 from contextlib import suppress
 from contextvars import Context, copy_context
 from functools import partial
+from importlib.util import find_spec
 from threading import Thread
 from typing import Any
 
 from ssfl.core import forked
-from ssfl.models.kernels import convolution
 
 LONG = 0.1
 """A kernel that takes more seconds was not in Triton's cache, but was compiled."""
@@ -37,7 +37,7 @@ def prepare() -> None:
     kernel, which takes about two seconds, because a compiled kernel is only used again with the same Triton.
     With the thread, images can be loaded in this time."""
     global _checksum
-    if _checksum is None and convolution.usable():
+    if _checksum is None and find_spec("triton") is not None:
         _checksum = Thread(target=_compute_checksum, daemon=True)
         _checksum.start()
 
