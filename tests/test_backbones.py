@@ -247,6 +247,22 @@ def test_a_module_with_a_trunk_and_a_tail_trains_from_features(quick: Make, tmp_
         assert loaded(shapes(6, 1)[0]).shape == (6, 3)
 
 
+@pytest.mark.parametrize("method", ["anchored", "semifl", "fl2", "cbafed", "fedmatch", "fixmatch", "flexmatch"])
+def test_methods_train_from_features_alike_in_both_engines(
+    method: str, quick: Make, tmp_path: Path
+) -> None:
+    small = [one for one in SMALL if not one.startswith("method.") and "users" not in one]
+    wanted = [*small, f"method.name={method}", f"split.users={1 if method == 'fixmatch' else 2}"]
+    if method != "fl2":
+        wanted.append("method.threshold=0.35")
+    rows = []
+    for engine in ("vmap", "loop"):
+        config = quick(*wanted, f"run.engine={engine}")
+        ssfl.run(config, out=tmp_path / engine, model=divided, data=data())
+        rows.append(checkpoint(tmp_path / engine).average)
+    torch.testing.assert_close(rows[0], rows[1], rtol=1e-4, atol=1e-5)
+
+
 def test_features_need_a_frozen_trunk(quick: Make) -> None:
     with pytest.raises(ConfigError) as caught:
         assemble.make(quick(*SMALL, "model.name=small"), data=data())

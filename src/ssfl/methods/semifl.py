@@ -55,7 +55,7 @@ class SemiFL(Method):
             return fix
         tensors = step.tensors
         share = tensors["share"][:, None]
-        part = share[..., None, None, None]
+        part = share.view(-1, *[1] * (step.weak.dim() - 1))  # images, or stored features of any shape
         images = (part * step.weak + (1 - part) * tensors["partner"]).to(step.weak.dtype)
         logits = step.forward(images, draw="mix")
         mix = losses.mixture(logits, tensors["labels"], tensors["partner_labels"], share)
