@@ -9,6 +9,7 @@ same split in all of them, so methods of different files can be compared seed by
 
 import argparse
 import json
+import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,13 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from ssfl.contest.standings import difference
+from ssfl.models import backbones
 from ssfl.runs.provenance import ROOT
 
 FILES = ROOT / "results" / "leaderboard"
 PAGE = ROOT / "docs" / "leaderboard.md"
 HEAD = ("method", "test accuracy, %", "points behind the first method (95 % interval)", "seeds",
-        "collapsed runs", "user images, million", "users' passes, million", "server images, million",
-        "chosen settings", "file")  # fmt: skip
+        "collapsed runs", "images with a pseudo-label, %", "user images, million", "users' passes, million",
+        "server images, million", "chosen settings", "file")  # fmt: skip
 INTRODUCTION = """# Leaderboard
 
 Each table on this page compares methods under one protocol, best first. The end of the page shows how to
@@ -41,6 +43,9 @@ How to read a table:
   the first one.
 - **A run has collapsed** if it ended more than ten points below its own best validation accuracy, or if
   training diverged.
+- **Images with a pseudo-label**: the part of the users' images that got a pseudo-label and was trained on, as
+  a mean over the rounds and seeds. A dash means that it was not recorded, or that no user trained. If it is
+  near 0, the contest says little about how the method uses unlabelled images.
 - **User images** and **server images** count how many images users and server drew for training. An image
   counts each time it is drawn.
 - A **pass** is one forward and one backward computation of the network for one image. The column is the
@@ -166,12 +171,16 @@ def protocol(contest: dict[str, Any]) -> str:
     steps = f"T = {federation['period']}"
     if federation.get("local_epochs"):
         steps = f"{federation['local_epochs']:g} local epochs"
-    norm = "without" if model["norm"] == "none" else f"with {model['norm']}"
+    norm = "without normalisation" if model["norm"] == "none" else f"with {model['norm']} normalisation"
+    if model["name"] in backbones.NAMES:
+        norm = f"with ImageNet weights, of which `{model['train']}` learns"
+        norm += f", {model['cached_views']} stored views of an image" if model["cached_views"] else ""
+    size = f", {data['size']}×{data['size']} pixels" if data["size"] else ""
     name = data["name"] or f"{contest['source']} (`{Path(data['path']).name}`)"
     return (
         f"{name}: {split['server_labels']:,} labels, K = {split['users']}, "
-        f"C = {federation['participants']}, {dealt}; network `{model['name']}` {norm} "
-        f"normalisation; {steps}, B = {train['batch_size']}, {one['images'] / 1e6:.3g} million user images"
+        f"C = {federation['participants']}, {dealt}{size}; network `{model['name']}` {norm}; {steps}, "
+        f"B = {train['batch_size']}, {one['images'] / 1e6:.3g} million user images"
     )
 
 
@@ -188,12 +197,16 @@ def _table(contests: Sequence[tuple[str, dict[str, Any]]]) -> str:
         if one["diverged"] and one["mean"] is not None:
             mean += f" (without {one['diverged']} diverged)"
         lost = one["collapsed"] + one["diverged"]
+        masked = [run["mask_rate"] for run in one["runs"] if run.get("mask_rate") is not None]
+        labelled = f"{100 * statistics.mean(masked):.2g}" if masked else "–"
         millions = [f"{one[key] / 1e6:.3g}" for key in ("images", "passes", "server_images")]
         chosen = ", ".join(option.partition(".")[2] for option in one["options"]) or "–"
         link = f"[{Path(row.file).stem}](../results/leaderboard/{row.file})"
         seeds = str(len(one["runs"]) + one["diverged"])
         between = "–" if row is rows[0] else _between(rows[0], row)
-        lines.append((f"`{one['method']}`", mean, between, seeds, str(lost), *millions, chosen, link))
+        lines.append(
+            (f"`{one['method']}`", mean, between, seeds, str(lost), labelled, *millions, chosen, link)
+        )
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 

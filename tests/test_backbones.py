@@ -247,10 +247,10 @@ def test_a_module_with_a_trunk_and_a_tail_trains_from_features(quick: Make, tmp_
         assert loaded(shapes(6, 1)[0]).shape == (6, 3)
 
 
-@pytest.mark.parametrize("method", ["anchored", "semifl", "fl2", "cbafed", "fedmatch", "fixmatch", "flexmatch"])
-def test_methods_train_from_features_alike_in_both_engines(
-    method: str, quick: Make, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(
+    "method", ["anchored", "semifl", "fl2", "cbafed", "fedmatch", "fixmatch", "flexmatch"]
+)
+def test_methods_train_from_features_alike_in_both_engines(method: str, quick: Make, tmp_path: Path) -> None:
     small = [one for one in SMALL if not one.startswith("method.") and "users" not in one]
     wanted = [*small, f"method.name={method}", f"split.users={1 if method == 'fixmatch' else 2}"]
     if method != "fl2":

@@ -55,6 +55,19 @@ def test_a_file_and_overrides(tmp_path: Path) -> None:
     assert (config.federation.rounds, config.federation.epochs) == (7, None)
 
 
+def test_another_method_does_not_get_the_settings_of_a_presets_own_method(tmp_path: Path) -> None:
+    assert load_config("pictures").method.relative  # type: ignore[attr-defined]
+    other = load_config("pictures", ["method.name=semifl", "method.mix=0.5"])
+    assert other.method == methods.find("semifl")(mix=0.5)
+    same = load_config("pictures", ["method.name=anchored"])
+    assert same.method.relative  # type: ignore[attr-defined]
+    file = tmp_path / "mine.toml"  # what a person wrote is not dropped without a word
+    file.write_text('[method]\nname = "anchored"\nrelative = true\n')
+    with pytest.raises(ConfigError) as caught:
+        load_config(file, ["method.name=semifl"])
+    assert caught.value.key == "method.relative"
+
+
 def test_numbers_as_people_write_them_and_the_preset_for_other_data() -> None:
     assert load_config(None, ["split.skew=.5", "train.lr=1."]).split.skew == 0.5
     assert load_config().split.server_labels == 50

@@ -198,6 +198,18 @@ def test_who_broke_down_is_never_first() -> None:
     assert [one.method for one in play.ranked(found)] == ["sound", "lucky", "lost"]
 
 
+def test_a_contest_says_which_methods_hardly_used_the_unlabelled_images(tmp_path: Path) -> None:
+    (one, two) = play.play(
+        "quickstart", ["anchored", "server-only"], 1, sets=[*SHORT, "federation.rounds=1"], out=tmp_path,
+        tell=lambda _: None, quiet=True,
+    )  # fmt: skip
+    masked = {each.method: each.mask_rate for each in (one, two)}
+    assert masked["anchored"] == 0  # the first model is not confident
+    assert masked["server-only"] is None
+    lines = table([one, two]).splitlines()
+    assert [line.partition(":")[0] for line in lines if "pseudo-labels for only" in line] == ["anchored"]
+
+
 @pytest.mark.filterwarnings("error")
 def test_a_run_that_broke_down_is_a_result_and_is_not_run_again(tmp_path: Path) -> None:
     sets = [*SHORT, "train.lr=1000", "train.warmup=0", "federation.period=16", "model.norm=none"]

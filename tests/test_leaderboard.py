@@ -13,7 +13,7 @@ from ssfl.config.loading import as_dict, load_config
 def standing(method: str, accuracies: list[float], commit: str = "1234567890") -> dict[str, Any]:
     config = as_dict(load_config("quickstart", [f"method.name={method}", "federation.participants=10"]))
     runs = [
-        {"seed": seed, "accuracy": value / 100, "device": "cpu", "commit": commit}
+        {"seed": seed, "accuracy": value / 100, "device": "cpu", "commit": commit, "mask_rate": 0.5}
         for seed, value in enumerate(accuracies, 1)
     ]
     return {
@@ -50,9 +50,9 @@ def test_files_of_one_protocol_share_a_table_and_are_compared_by_seed(tmp_path: 
     assert [row[0].strip("| `") for row in rows] == ["anchored", "semifl", "server-only"]
     # 1, -1 and 3 points: mean 1, standard error 2 / √3, and Student's t of two degrees is 4.303
     assert rows[1][2] == "1.00 (-3.97 to 5.97)"
-    assert rows[0][3:9] == ["3", "1", "2", "3", "0.4", "lr=0.03, threshold=0.8"]
-    assert "one.json" in rows[0][9]
-    assert "two.json" in rows[1][9]
+    assert rows[0][3:10] == ["3", "1", "50", "2", "3", "0.4", "lr=0.03, threshold=0.8"]
+    assert "one.json" in rows[0][10]
+    assert "two.json" in rows[1][10]
     assert "torch 2.13.0" in page
 
 

@@ -77,12 +77,20 @@ def load_config(
 
 def read(source: str | Path | None = None, overrides: Iterable[str] = ()) -> dict[str, Any]:
     """Returns the settings that the source and the overrides contain, as {section: {key: value}}. No defaults
-    are added and no values are checked. If `source` is None, a preset is read, chosen as in `load_config`."""
+    are added and no values are checked. If `source` is None, a preset is read, chosen as in `load_config`.
+
+    If the source is a preset and the overrides choose another method, the preset's settings of its own method
+    are left out.
+    """
     overrides = [overrides] if isinstance(overrides, str) else list(overrides)
     if source is None:
         own_data = any(override.startswith(("data.path=", "data.name=")) for override in overrides)
         source = "own" if own_data else "quickstart"
-    sections = _read(source)
+    sections, overridden = _read(source), dict[str, Any]()
+    apply(overridden, overrides)
+    name = sections.get("method", {}).get("name")
+    if source in presets() and overridden.get("method", {}).get("name", name) != name:
+        sections["method"] = {}
     apply(sections, overrides)
     return sections
 

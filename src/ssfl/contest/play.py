@@ -281,6 +281,14 @@ def _images(path: Path) -> dict[str, int]:
     return {"validation_images": split["validation"], "test_images": split["test"]}
 
 
+def _mask_rate(path: Path) -> float | None:
+    """Returns the fraction of the users' images that had a label or pseudo-label and were trained on: the
+    mean over the rounds of a run. None if no user trained."""
+    events = (event for event in folder.read_events(path) if event["event"] == "round" and event["returned"])
+    rates = [event["mask_rate"] for event in events if event.get("mask_rate") is not None]
+    return statistics.mean(rates) if rates else None
+
+
 def _standing(method: str, options: tuple[str, ...], played: list[Path | None]) -> Standing:
     """Returns the results of a method. `options` are its chosen settings. `played` has the run folder of each
     seed, or None if the run with this seed diverged."""
@@ -294,6 +302,7 @@ def _standing(method: str, options: tuple[str, ...], played: list[Path | None]) 
             {key: summary[key] for key in ("accuracy", "seconds", "device", "commit", "versions")}
         )
         run_facts[-1] |= {"seed": config.run.seed, "date": summary.get("date"), **_images(path)}
+        run_facts[-1]["mask_rate"] = _mask_rate(path)
         rounds, resolved = summary["rounds"], resolved or _portable(config)
         curve, cost = _curve(path, config)
         best = max(point[2] for point in curve.values())

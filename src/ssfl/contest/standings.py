@@ -12,6 +12,9 @@ from ssfl.core.statistics import wilson
 from ssfl.runs import folder as runs
 from ssfl.runs import provenance, text
 
+FEW = 0.01
+"""If users have pseudo-labels for a smaller fraction of their images, a contest says little about how a
+method uses unlabelled images."""
 ROOM = 12.0
 """How far, in percentage points, the picture extends below the accuracy of the median method."""
 
@@ -60,6 +63,13 @@ class Standing:
     def mean(self) -> float | None:
         """The mean test accuracy in percent, or None if every seed diverged."""
         return statistics.mean(self.accuracies) if self.accuracies else None
+
+    @property
+    def mask_rate(self) -> float | None:
+        """The fraction of the users' images with a label or pseudo-label, as a mean over rounds and runs.
+        None if no user trained."""
+        rates = [run["mask_rate"] for run in self.runs if run.get("mask_rate") is not None]
+        return statistics.mean(rates) if rates else None
 
     @property
     def images_tested(self) -> int | None:
@@ -123,7 +133,13 @@ def table(standings: Sequence[Standing]) -> str:
         else ""
     )
     flagged = [f"\n* {standing.method}: {standing.flag}" for standing in standings if standing.flag]
-    return text.table(rows) + _images(standings) + note + "".join(flagged)
+    unlabelled = [
+        f"\n{standing.method}: its users made pseudo-labels for only {100 * standing.mask_rate:.2g} % of "
+        "their images, so this contest says little about how it uses unlabelled images"
+        for standing in standings
+        if standing.mask_rate is not None and standing.mask_rate < FEW
+    ]
+    return text.table(rows) + _images(standings) + note + "".join([*flagged, *unlabelled])
 
 
 def _images(standings: Sequence[Standing]) -> str:
