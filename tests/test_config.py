@@ -17,6 +17,7 @@ from ssfl.config.settings import SECTIONS, Config
 from ssfl.core.fields import limits_of, setting
 from ssfl.errors import ConfigError
 from ssfl.methods import METHODS
+from ssfl.methods.semifl import SemiFL
 
 
 @pytest.mark.parametrize("name", presets())
@@ -58,7 +59,7 @@ def test_a_file_and_overrides(tmp_path: Path) -> None:
 def test_another_method_does_not_get_the_settings_of_a_presets_own_method(tmp_path: Path) -> None:
     assert load_config("pictures").method.relative  # type: ignore[attr-defined]
     other = load_config("pictures", ["method.name=semifl", "method.mix=0.5"])
-    assert other.method == methods.find("semifl")(mix=0.5)
+    assert other.method == SemiFL(mix=0.5)
     same = load_config("pictures", ["method.name=anchored"])
     assert same.method.relative  # type: ignore[attr-defined]
     file = tmp_path / "mine.toml"  # what a person wrote is not dropped without a word

@@ -110,8 +110,8 @@ def test_table_file_and_picture(tmp_path: Path) -> None:
     apart = [a - b for a, b in zip(found[0].accuracies, found[1].accuracies, strict=True)]
     mean, half = sum(apart) / 2, 12.7062 * abs(apart[0] - apart[1]) / 2  # Student's t of one degree
     assert f"| {mean:.2f} [{mean - half:.2f}, {mean + half:.2f}] " in told
-    assert told.count("\n") == 4
-    assert told.endswith("\naccuracy on 360 test images; the curves use 70 validation images")
+    below = "accuracy on 360 test images; the curves use 70 validation images"
+    assert told.splitlines()[4] == below
     file = write(found, tmp_path, {"command": "ssfl contest"})
     whole = json.loads(file.read_text())
     assert [one["method"] for one in whole["standings"]] == [one.method for one in found]

@@ -139,7 +139,7 @@ def table(standings: Sequence[Standing]) -> str:
         for standing in standings
         if standing.mask_rate is not None and standing.mask_rate < FEW
     ]
-    return text.table(rows) + _images(standings) + note + "".join([*flagged, *unlabelled])
+    return text.table(rows) + _images(standings) + note + "".join([*unlabelled, *flagged])
 
 
 def _images(standings: Sequence[Standing]) -> str:
