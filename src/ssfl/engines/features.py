@@ -255,7 +255,7 @@ class Features:
 
         if new:
             what = f", view {number}" if number else ""
-            self._each(one, list(new.items()), f"features of test images{what}")
+            self._each(one, list(new.items()), f"features of images for evaluation{what}")
         return torch.stack([self._plain[name, number] for name in names]).to(images.device, dtype)
 
     def remember(self, images: Tensor) -> None:
