@@ -4,7 +4,7 @@ that was stopped ends in the same bytes."""
 import ast
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,7 @@ import torch
 import ssfl as public
 from conftest import Call
 from documents import ROOT
+from ssfl.config.loading import load_config
 from ssfl.config.settings import Config
 from ssfl.core import outside
 from ssfl.federation import Look
@@ -129,3 +130,12 @@ def test_a_changed_file_is_refused(ssfl: Call) -> None:
     code, _, err = ssfl("resume", "run", "--with", "adamatch.py")
     assert code == 2
     assert "adamatch.py" in err
+
+
+def test_the_example_for_contests_is_the_method_of_the_preset_pictures() -> None:
+    name = f"{ROOT / 'examples/own/relative.py'}:Relative"
+    outside.trust(name)
+    mine, of_preset = find(name)(), load_config("pictures").method
+    assert {field.name: getattr(mine, field.name) for field in fields(mine)} == {
+        field.name: getattr(of_preset, field.name) for field in fields(of_preset)
+    }
