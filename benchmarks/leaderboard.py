@@ -23,8 +23,8 @@ from ssfl.runs.provenance import ROOT
 FILES = ROOT / "results" / "leaderboard"
 PAGE = ROOT / "docs" / "leaderboard.md"
 HEAD = ("method", "test accuracy, %", "points behind the first method (95 % interval)", "seeds",
-        "collapsed runs", "images with a pseudo-label, %", "user images, million", "users' passes, million",
-        "server images, million", "chosen settings", "file")  # fmt: skip
+        "collapsed runs", "images with a label or pseudo-label, %", "user images, million",
+        "users' passes, million", "server images, million", "chosen settings", "file")  # fmt: skip
 INTRODUCTION = """# Leaderboard
 
 Each table on this page compares methods under one protocol, best first. The end of the page shows how to
@@ -43,8 +43,8 @@ How to read a table:
   the first one.
 - **A run has collapsed** if it ended more than ten points below its own best validation accuracy, or if
   training diverged.
-- **Images with a pseudo-label**: the part of the users' images that got a pseudo-label and was trained on, as
-  a mean over the rounds and seeds. A dash means that it was not recorded, or that no user trained. If it is
+- **Images with a label or pseudo-label**: the part of the users' images that had one and was trained on, as a
+  mean over the rounds and seeds. A dash means that it was not recorded, or that no user trained. If it is
   near 0, the contest says little about how the method uses unlabelled images.
 - **User images** and **server images** count how many images users and server drew for training. An image
   counts each time it is drawn.
@@ -198,7 +198,8 @@ def _table(contests: Sequence[tuple[str, dict[str, Any]]]) -> str:
             mean += f" (without {one['diverged']} diverged)"
         lost = one["collapsed"] + one["diverged"]
         masked = [run["mask_rate"] for run in one["runs"] if run.get("mask_rate") is not None]
-        labelled = f"{100 * statistics.mean(masked):.2g}" if masked else "–"
+        rate = 100 * statistics.mean(masked) if masked else 0.0
+        labelled = (f"{rate:.0f}" if rate >= 10 else f"{rate:.2g}") if masked else "–"
         millions = [f"{one[key] / 1e6:.3g}" for key in ("images", "passes", "server_images")]
         chosen = ", ".join(option.partition(".")[2] for option in one["options"]) or "–"
         link = f"[{Path(row.file).stem}](../results/leaderboard/{row.file})"

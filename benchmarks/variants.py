@@ -21,8 +21,8 @@ from benchmarks import report
 from ssfl.config.loading import load_config
 from ssfl.contest.standings import paired
 from ssfl.errors import ConfigError, DivergedError
+from ssfl.runs import assemble, same, text, train
 from ssfl.runs import folder as runs
-from ssfl.runs import same, text, train
 from ssfl.runs.folder import versions
 
 Variants = dict[str, list[str]]
@@ -123,12 +123,13 @@ def played(options: argparse.Namespace, name: str, sets: list[str], seed: int) -
     try:
         sets = ["data.validation=0.2", "run.threads=1", *options.sets, *sets, *_rounds(options, sets), *seeds]
         config = load_config(options.config, sets)
-        same.require(config, folder)
-        if runs.read_summary(folder) is None and runs.broke_down(folder) is None:
-            with suppress(DivergedError):  # divergence is a result too, and the other runs continue
-                train.begin_or_resume(config, folder)
+        assemble.make(config).engine.close()  # some settings are refused only when the data are known
     except ConfigError as error:
         return result | {"refused": str(error)}
+    same.require(config, folder)
+    if runs.read_summary(folder) is None and runs.broke_down(folder) is None:
+        with suppress(DivergedError):  # divergence is a result too, and the other runs continue
+            train.begin_or_resume(config, folder)
     summary = runs.read_summary(folder) or {}
     keys = ("validation_accuracy", "accuracy", "seconds", "device", "commit")
     return result | {key: summary.get(key) for key in keys}
@@ -183,7 +184,7 @@ def _lines(names: list[str], rows: list[dict[str, Any]]) -> list[list[str]]:
     refused = {row["variant"]: f"refused: {row['refused']}" for row in rows if "refused" in row}
     lines = []
     for name, seeds in accuracies.items():
-        mean = f"{statistics.mean(seeds.values()):.2f}" if seeds else refused.get(name, "diverged")
+        mean = refused.get(name, f"{statistics.mean(seeds.values()):.2f}" if seeds else "diverged")
         spread = f" ± {statistics.stdev(seeds.values()):.2f}" if len(seeds) > 1 else ""
         against = "" if name == names[0] else paired(seeds, accuracies[names[0]], "+")
         lines.append([name, mean + spread, against])

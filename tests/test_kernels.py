@@ -353,3 +353,11 @@ def test_what_the_kernels_do_not_take_goes_the_plain_way() -> None:
     assert not normalisation.suit(random(1, 64, 200, 200), 32)
     found = layers.convolve(wide, weight, None, 1, 1)
     assert torch.allclose(found, plain(wide, weight, None, 1, 1), atol=1e-3)
+
+
+def test_a_gradient_of_a_gradient_is_refused() -> None:
+    x, weight = random(2, 16, 8, 8), random(2, 16, 16, 3, 3, seed=2).requires_grad_()
+    y = convolution.convolve(x, weight, None, 1, 1).float().square().sum()
+    (slope,) = torch.autograd.grad(y, weight, create_graph=True)
+    with pytest.raises(NotImplementedError, match="convolve_weights_grad"):
+        torch.autograd.grad(slope.float().sum(), weight)

@@ -73,7 +73,8 @@ def test_a_batch_has_the_same_bytes(kinds: tuple[str, ...], monkeypatch: pytest.
 
     mean, std = torch.tensor([0.5, 0.4, 0.3], device=DEVICE), torch.tensor([0.25, 0.2, 0.3], device=DEVICE)
     labels = (torch.arange(20) % 10).to(DEVICE)
-    pool = Pool(pictures(20, 3, 16, 16).to(DEVICE), labels, mean, std, True, torch.bfloat16)
+    images = pictures(20, 3, 16, 16).to(DEVICE)
+    pool = Pool(images, labels, mean, std, True, torch.bfloat16, kernels=True)
     keys = round_keys(1, 3, torch.tensor([3, -1], device=DEVICE))
     extra = {"partner": chosen(), "second": chosen()}
     labelled = chosen()
@@ -88,13 +89,26 @@ def test_a_batch_has_the_same_bytes(kinds: tuple[str, ...], monkeypatch: pytest.
     for batch in (ours, by_number):
         for name in ("labels", "own_labels", "keys", "shares"):
             assert torch.equal(getattr(batch, name), getattr(plain, name)), name
-        images = {name: getattr(batch, name) for name in ("weak", "strong", "own")} | batch.tensors
+        made = {name: getattr(batch, name) for name in ("weak", "strong", "own")} | batch.tensors
         expected = {name: getattr(plain, name) for name in ("weak", "strong", "own")} | plain.tensors
-        for name, value in images.items():
+        for name, value in made.items():
             if value is None:
                 assert expected[name] is None
             else:
                 assert torch.allclose(value.float(), expected[name].float(), rtol=tolerance), name
+
+
+def test_indices_may_be_one_number_that_is_repeated() -> None:
+    """As `Tensor.expand` repeats it, without memory for each."""
+    images = pictures(20, 1, 8, 8).to(DEVICE)
+    one = torch.full((1,), 6, dtype=torch.int64, device=DEVICE)
+    keys, level = torch.arange(5, device=DEVICE), torch.ones(1, device=DEVICE)
+    for view in (augment.WEAK, augment.STRONG):
+        ours, expected = (
+            views.make(view, images, indices, keys, True, level, level, torch.float32)
+            for indices in (one.expand(5), one.repeat(5))
+        )
+        assert torch.equal(ours, expected)
 
 
 def test_only_built_in_views_of_small_images_in_these_types_are_made_by_kernels() -> None:

@@ -122,7 +122,8 @@ def normalise(
             "normalise: pass images [N, C, H, W] and one mean and one std for each of the C "
             f"channels, not {list(images.shape)} with {list(centre.shape)} and {list(spread.shape)}"
         )
-    scaled = images.to(work) / 255
+    # by a tensor, because for a number a GPU would multiply by 1 / 255, which rounds differently
+    scaled = images.to(work) / torch.full((), 255.0, dtype=work, device=images.device)
     return ((scaled - centre.view(-1, 1, 1)) / spread.view(-1, 1, 1)).to(dtype)
 
 

@@ -8,6 +8,7 @@ the buffers.
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -57,6 +58,8 @@ class Vmap:
         compiled: bool,
     ) -> None:
         self.layout, self.pool, self.optimizer, self.method = layout, pool, optimizer, method
+        # steps that are recorded may use kernels for views, because `_record` does without kernels that fail
+        self._own = replace(pool, kernels=True)
         self._losses: dict[str, Loss] = {
             "user": with_own_labels(method.user_loss),
             "server": method.server_loss,
@@ -75,9 +78,10 @@ class Vmap:
         def prepared(function: Callable[..., Any]) -> Callable[..., Any]:
             return compiling.Compiled(function) if self.compiled else function
 
-        if self.compiled or self.pool.images.is_cuda:
+        if self.compiled:
             compile_cache.use()
-        self._views: Callable[..., Batch] = make_batch if self.pool.by_kernels else prepared(make_batch)
+        self._with_kernels = convolution.usable()
+        self._views: Callable[..., Batch] = make_batch if self._own.by_kernels else prepared(make_batch)
         whole = prepared if self._compiles_networks() else _not_compiled
         self._evaluators = {"user": whole(self._evaluate_user), "server": whole(self._evaluate_server)}
         self._predict: Callable[..., Tensor] = whole(self._eager_predict)
@@ -252,7 +256,7 @@ class Vmap:
         """Runs one step of all models in the buffers. If `probabilities` is None, the step trains the models.
         Otherwise the models only predict the step's images, and the predictions are written into
         `probabilities`."""
-        batch = self._views(self.pool, buffers.work, buffers.step)
+        batch = self._views(self._own, buffers.work, buffers.step)
         if probabilities is None:
             self._step_on(buffers, batch)
         else:
@@ -354,10 +358,9 @@ class Vmap:
             probabilities = logits.new_empty(models, *work.batches.shape[1:], logits.shape[1])
         buffers.load(self.layout, rows, momentum, work)
         # lookup tables of the views cannot be made as part of the recording
-        if self.pool.by_kernels:
+        if self._own.by_kernels:
             view_kernels.tables(self.pool.images)
-        else:
-            make_batch(self.pool, buffers.work, buffers.step)
+        make_batch(self.pool, buffers.work, buffers.step)
 
         def warm_up() -> None:
             side = torch.cuda.Stream()
@@ -370,9 +373,8 @@ class Vmap:
                     self._step(buffers, probabilities)
             torch.cuda.current_stream().wait_stream(side)
 
-        kernels = convolution.usable()
         run_without_kernels_if_they_fail(warm_up)
-        if convolution.usable() != kernels:  # without the kernels, torch should compile the network
+        if convolution.usable() != self._with_kernels:  # without kernels, torch should compile the network
             self._functions()
             warm_up()
         graph = self._graphs.record(lambda: self._step(buffers, probabilities))

@@ -53,6 +53,8 @@ class Pool:
     test_views: int = 0
     """The number of augmented views of each test image. The prediction is the average over these views and
     the image itself."""
+    kernels: bool = False
+    """Whether GPU kernels may make the views."""
 
     @property
     def wide(self) -> torch.dtype:
@@ -94,7 +96,7 @@ class Pool:
     def by_kernels(self) -> bool:
         """Whether GPU kernels make the views. They read images by index, and give the same bytes as the
         functions `weak` and `strong`."""
-        if self.features is not None:
+        if self.features is not None or not self.kernels:
             return False
         return all(view_kernels.suit(self.images, view, self.dtype) for view in (self.weak, self.strong))
 
@@ -310,16 +312,17 @@ def make_batch(pool: Pool, work: Work, step: int | Tensor) -> Batch:
 
     size = work.batches.shape[2]
     if isinstance(step, Tensor) and pool.by_kernels:
-        keys, image_keys = view_kernels.image_keys(work.keys, step, size)
+        keys, image_keys = view_kernels.step_keys(work.keys, step, size)
     else:
-        keys, image_keys = _image_keys(draws.fold(work.keys, step), size)
+        keys = draws.fold(work.keys, step)
+        image_keys = _image_keys(keys, size)
     return _views(pool, work, at_step, keys, image_keys, work.sent)
 
 
-def _image_keys(keys: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Returns the keys of m batches, [4, m], for the four purposes in `VIEWS`. Also returns the keys of their
-    images, [3, m, size], for the purposes that are views."""
-    return keys, draws.fold(keys[:3, :, None], torch.arange(size, device=keys.device))
+def _image_keys(keys: Tensor, size: int) -> Tensor:
+    """Returns the keys of the images of m batches, [3, m, size], for the three purposes in `VIEWS` that are
+    views. `keys` [4, m] are the keys of the batches, for all four purposes."""
+    return draws.fold(keys[:3, :, None], torch.arange(size, device=keys.device))
 
 
 def each_batch(pool: Pool, work: Work, at_once: int = 2048) -> Iterator[Batch]:
@@ -339,8 +342,8 @@ def each_batch(pool: Pool, work: Work, at_once: int = 2048) -> Iterator[Batch]:
         def at_steps(tensor: Tensor, numbers: Tensor = numbers) -> Tensor:
             return tensor[:, numbers].flatten(0, 1)
 
-        keys, image_keys = _image_keys(draws.fold(work.keys[:, :, None], numbers).flatten(1), size)
-        *fields, tensors = _views(pool, work, at_steps, keys, image_keys, {})
+        keys = draws.fold(work.keys[:, :, None], numbers).flatten(1)
+        *fields, tensors = _views(pool, work, at_steps, keys, _image_keys(keys, size), {})
         for place in range(len(numbers)):
 
             def at_step(tensor: Tensor, shape: tuple[int, int] = shape, place: int = place) -> Tensor:

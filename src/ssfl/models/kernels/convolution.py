@@ -115,7 +115,7 @@ def _(
     return x.new_empty(x.shape[0], *size, weight.shape[1]).movedim(-1, -3), sums
 
 
-@operator("ssfl::convolve_images_grad")
+@operator("ssfl::convolve_images_grad", gradient=False)
 def _images_grad(grad: Tensor, weight: Tensor, size: list[int], stride: int, padding: int) -> Tensor:
     from ssfl.models.kernels import triton_conv
 
@@ -128,7 +128,7 @@ def _(grad: Tensor, weight: Tensor, size: list[int], stride: int, padding: int) 
     return grad.new_empty(grad.shape[0], *size, weight.shape[2]).movedim(-1, -3)
 
 
-@operator("ssfl::convolve_weights_grad")
+@operator("ssfl::convolve_weights_grad", gradient=False)
 def _weights_grad(grad: Tensor, x: Tensor, models: int, kernel: int, stride: int, padding: int) -> Tensor:
     from ssfl.models.kernels import triton_conv
 

@@ -44,7 +44,10 @@ def prepare() -> None:
 
 def _compute_checksum() -> None:
     with suppress(Exception):  # Triton computes it itself if this version has no such function
-        importlib.import_module("triton.runtime.cache").triton_key()
+        module: Any = importlib.import_module("triton.runtime.cache")
+        if not hasattr(module, "triton_key"):  # before Triton 3.5
+            module = importlib.import_module("triton.compiler.compiler")
+        module.triton_key()
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:

@@ -57,7 +57,7 @@ def _(
     return x.new_empty(x.shape[0], *x.shape[2:], x.shape[1]).movedim(-1, -3)
 
 
-@operator("ssfl::group_norm_grad")
+@operator("ssfl::group_norm_grad", gradient=False)
 def _grad(
     grad: Tensor, x: Tensor, y: Tensor, weight: Tensor, bias: Tensor,
     groups: int, eps: float, slope: float, added: bool,
@@ -153,7 +153,7 @@ def _(
     return (x.new_empty(x.shape[0], *x.shape[2:], x.shape[1]).movedim(-1, -3), *each)  # type: ignore[return-value]
 
 
-@operator("ssfl::batch_norm_fixed")
+@operator("ssfl::batch_norm_fixed", gradient=False)
 def batch_norm_fixed(
     x: Tensor, weight: Tensor, bias: Tensor, add: Tensor | None, mean: Tensor, var: Tensor,
     eps: float, slope: float,
@@ -177,7 +177,7 @@ def _(
     return x.new_empty(x.shape[0], *x.shape[2:], x.shape[1]).movedim(-1, -3)
 
 
-@operator("ssfl::batch_norm_grad")
+@operator("ssfl::batch_norm_grad", gradient=False)
 def _batch_grad(
     grad: Tensor, x: Tensor, y: Tensor, mean: Tensor, var: Tensor, weight: Tensor, bias: Tensor,
     eps: float, slope: float, added: bool,

@@ -59,7 +59,7 @@ def _(
     return x.new_empty(count, weight2.shape[1], height, width), hidden, largest
 
 
-@operator("ssfl::stem_grad")
+@operator("ssfl::stem_grad", gradient=False)
 def _grad(
     grad: Tensor, x: Tensor, weight2: Tensor, hidden: Tensor, largest: Tensor, keep: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

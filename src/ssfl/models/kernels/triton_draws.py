@@ -39,23 +39,23 @@ def below(draw, bound):
 
 
 @triton.jit(do_not_specialize=["batch", "count"])
-def _image_keys(keys, step, step_keys, image_keys, batch, count, HELD: tl.constexpr):
+def _step_keys(keys, step, of_step, of_images, batch, count, HELD: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * HELD + tl.arange(0, HELD)
     inside = i < count
     row, place = i // batch, i % batch
     key = fold(tl.load(keys + row, mask=inside, other=0), tl.load(step))
-    tl.store(step_keys + row, key, mask=inside & (place == 0))
-    tl.store(image_keys + i, fold(key, place), mask=inside)
+    tl.store(of_step + row, key, mask=inside & (place == 0))
+    tl.store(of_images + i, fold(key, place), mask=inside)
 
 
-def image_keys(keys: Tensor, step: Tensor, batch: int) -> tuple[Tensor, Tensor]:
+def step_keys(keys: Tensor, step: Tensor, batch: int) -> tuple[Tensor, Tensor]:
     """Returns the keys of one step, made from the keys of a round [4, n] for four purposes and n trainers.
     The first result, [4, n], has the keys of the step. The second, [3, n, batch], has those of its images for
     the first three purposes. `step` [1] is the number of the step."""
     of_step, of_images = torch.empty_like(keys), keys.new_empty(*keys.shape, batch)
     count = of_images.numel()
     launch(
-        _image_keys, (triton.cdiv(count, HELD),),
+        _step_keys, (triton.cdiv(count, HELD),),
         keys.contiguous(), step, of_step, of_images, batch, count, HELD, num_warps=4,
     )  # fmt: skip
     return of_step, of_images[:3]
@@ -67,8 +67,8 @@ def _positions(
     HELD: tl.constexpr,
 ):  # fmt: skip
     """Computes a part of one trainer's positions. See `positions` in `engines/work.py`."""
-    trainer = tl.program_id(1)
-    i = tl.program_id(0) * HELD + tl.arange(0, HELD)
+    trainer = tl.program_id(0)
+    i = tl.program_id(1) * HELD + tl.arange(0, HELD)
     size = tl.load(sizes + trainer)
     begin = tl.load(first + trainer) if EACH else start.to(tl.int64)
     place = begin + i
@@ -93,7 +93,7 @@ def positions(
         return out
     each, start = (first.contiguous(), 0) if isinstance(first, Tensor) else (None, first)
     launch(
-        _positions, (triton.cdiv(count, HELD), len(trainers)),
+        _positions, (len(trainers), triton.cdiv(count, HELD)),
         trainers.contiguous(), sizes.contiguous(), out if each is None else each, out,
         base, start, count, turns, each is not None, HELD, num_warps=4,
     )  # fmt: skip

@@ -51,8 +51,8 @@ def _reflected(place, size):
 @triton.jit
 def _weak_source(y, x, key, H: tl.constexpr, W: tl.constexpr, FLIP: tl.constexpr):
     """Returns the position in an image from which pixel (y, x) of its weak view comes."""
-    MOST_Y: tl.constexpr = max(1, H // 8)
-    MOST_X: tl.constexpr = max(1, W // 8)
+    MOST_Y: tl.constexpr = H // 8 if H >= 8 else 1
+    MOST_X: tl.constexpr = W // 8 if W >= 8 else 1
     from_y = _reflected(y - MOST_Y + _draw(key, 1, 2 * MOST_Y + 1), H)
     from_x = _reflected(x - MOST_X + _draw(key, 2, 2 * MOST_X + 1), W)
     if FLIP:
@@ -255,7 +255,7 @@ def weak(
     out = images.new_empty(len(indices), channels, height, width, dtype=dtype)
     held, warps = _held(height * width)
     launch(
-        _weak, (len(indices),), images, indices, keys, mean, std, out, count,
+        _weak, (len(indices),), images, indices.contiguous(), keys.contiguous(), mean, std, out, count,
         channels, height, width, flip, held, num_warps=warps,
     )  # fmt: skip
     return out
@@ -270,6 +270,7 @@ def strong(
     halfway = images.new_empty(len(indices), channels, height, width)
     out = torch.empty_like(halfway, dtype=dtype)
     held, warps = _held(height * width)
+    indices, keys = indices.contiguous(), keys.contiguous()
     for first, source, result in ((True, images, halfway), (False, halfway, out)):
         launch(
             _operation, (len(indices),), source, indices, keys, *tables, mean, std, result, count,

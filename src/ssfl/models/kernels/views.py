@@ -1,6 +1,8 @@
 """Augmented views of images on a GPU, and the random numbers for them. Their GPU code is in `triton_views.py`
 and `triton_draws.py`; `data/augment.py` and `engines/work.py` have plain PyTorch code for the same bytes."""
 
+from functools import cache
+from importlib import metadata
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,6 +14,8 @@ from ssfl.models.kernels import convolution
 if TYPE_CHECKING:
     from ssfl.models.kernels.triton_views import Tables
 
+TRITON = (3, 4)
+"""The oldest version of Triton that can compile the kernels."""
 MOST_PIXELS = 64 * 64
 """The largest images of which the kernels make views. A Triton program holds a whole image in registers."""
 _TABLES: dict[tuple[int, int, torch.device], "Tables"] = {}
@@ -19,14 +23,23 @@ _TABLES: dict[tuple[int, int, torch.device], "Tables"] = {}
 
 def suit(images: Tensor, view: augment.View, dtype: torch.dtype) -> bool:
     """Returns whether the GPU kernels can make such views of the uint8 images [N, C, H, W], normalised in
-    this number type, and are not switched off."""
+    this number type, and are not switched off. Images must have one or three channels."""
     return (
         images.is_cuda
         and view in (augment.WEAK, augment.STRONG)
         and dtype in (torch.bfloat16, torch.float32)
+        and images.shape[1] in (1, 3)
         and images.shape[2] * images.shape[3] <= MOST_PIXELS
+        and images.is_contiguous()
         and convolution.usable()
+        and _triton() >= TRITON
     )
+
+
+@cache
+def _triton() -> tuple[int, ...]:
+    """Returns the first two numbers of the installed version of Triton."""
+    return tuple(int(part) for part in metadata.version("triton").split(".")[:2])
 
 
 def make(
@@ -54,13 +67,13 @@ def tables(images: Tensor) -> "Tables":
     return _TABLES[key]
 
 
-def image_keys(keys: Tensor, step: Tensor, batch: int) -> tuple[Tensor, Tensor]:
+def step_keys(keys: Tensor, step: Tensor, batch: int) -> tuple[Tensor, Tensor]:
     """Returns the keys of one step, [4, n], and those of its images, [3, n, batch]. They are made from the
     keys of a round, [4, n], for four purposes and n trainers; the first three are for views. `step` [1] is
     the number of the step."""
     from ssfl.models.kernels import triton_draws
 
-    return triton_draws.image_keys(keys, step, batch)
+    return triton_draws.step_keys(keys, step, batch)
 
 
 def positions(
