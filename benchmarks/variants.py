@@ -123,11 +123,13 @@ def played(options: argparse.Namespace, name: str, sets: list[str], seed: int) -
     try:
         sets = ["data.validation=0.2", "run.threads=1", *options.sets, *sets, *_rounds(options, sets), *seeds]
         config = load_config(options.config, sets)
-        assemble.make(config).engine.close()  # some settings are refused only when the data are known
+        finished = runs.read_summary(folder) is not None or runs.broke_down(folder) is not None
+        if not finished:  # some settings are refused only when the data are known
+            assemble.make(config).engine.close()
     except ConfigError as error:
         return result | {"refused": str(error)}
     same.require(config, folder)
-    if runs.read_summary(folder) is None and runs.broke_down(folder) is None:
+    if not finished:
         with suppress(DivergedError):  # divergence is a result too, and the other runs continue
             train.begin_or_resume(config, folder)
     summary = runs.read_summary(folder) or {}

@@ -133,13 +133,13 @@ def table(standings: Sequence[Standing]) -> str:
         else ""
     )
     flagged = [f"\n* {standing.method}: {standing.flag}" for standing in standings if standing.flag]
-    unlabelled = [
+    hardly_used = [
         f"\n{standing.method}: its users made pseudo-labels for only {100 * standing.mask_rate:.2g} % of "
         "their images, so this contest says little about how it uses unlabelled images"
         for standing in standings
         if standing.mask_rate is not None and standing.mask_rate < FEW
     ]
-    return text.table(rows) + _images(standings) + note + "".join([*unlabelled, *flagged])
+    return text.table(rows) + _images(standings) + note + "".join([*hardly_used, *flagged])
 
 
 def _images(standings: Sequence[Standing]) -> str:

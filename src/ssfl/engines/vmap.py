@@ -59,7 +59,7 @@ class Vmap:
     ) -> None:
         self.layout, self.pool, self.optimizer, self.method = layout, pool, optimizer, method
         # steps that are recorded may use kernels for views, because `_record` does without kernels that fail
-        self._own = replace(pool, kernels=True)
+        self._step_pool = replace(pool, kernels=True)
         self._losses: dict[str, Loss] = {
             "user": with_own_labels(method.user_loss),
             "server": method.server_loss,
@@ -81,7 +81,7 @@ class Vmap:
         if self.compiled:
             compile_cache.use()
         self._with_kernels = convolution.usable()
-        self._views: Callable[..., Batch] = make_batch if self._own.by_kernels else prepared(make_batch)
+        self._views: Callable[..., Batch] = make_batch if self._step_pool.by_kernels else prepared(make_batch)
         whole = prepared if self._compiles_networks() else _not_compiled
         self._evaluators = {"user": whole(self._evaluate_user), "server": whole(self._evaluate_server)}
         self._predict: Callable[..., Tensor] = whole(self._eager_predict)
@@ -256,7 +256,7 @@ class Vmap:
         """Runs one step of all models in the buffers. If `probabilities` is None, the step trains the models.
         Otherwise the models only predict the step's images, and the predictions are written into
         `probabilities`."""
-        batch = self._views(self._own, buffers.work, buffers.step)
+        batch = self._views(self._step_pool, buffers.work, buffers.step)
         if probabilities is None:
             self._step_on(buffers, batch)
         else:
@@ -358,7 +358,7 @@ class Vmap:
             probabilities = logits.new_empty(models, *work.batches.shape[1:], logits.shape[1])
         buffers.load(self.layout, rows, momentum, work)
         # lookup tables of the views cannot be made as part of the recording
-        if self._own.by_kernels:
+        if self._step_pool.by_kernels:
             view_kernels.tables(self.pool.images)
         make_batch(self.pool, buffers.work, buffers.step)
 
