@@ -58,7 +58,8 @@ class Crowd:
                         began = time.monotonic()
                         connection.send(self.reply(message), time.monotonic() - began)
             except (httpx.HTTPError, CannotCarry) as error:
-                self.lost.append(f"{key.name}: {error!r}")
+                reply = error.response.text if isinstance(error, httpx.HTTPStatusError) else ""
+                self.lost.append(f"{key.name}: {error!r} {reply}")
             except SsflError as error:  # the centre does not want it any more
                 self.lost.append(f"{key.name}: {error}")
                 return

@@ -148,7 +148,7 @@ def running(
     `folder` is for the SuperLink's own files, such as its log. Sites connect to `host` and `port`. Without a
     `keys` folder nothing is encrypted and anybody may join. An incomplete answer is given up after `deadline`
     seconds. An answer is refused if it is larger than a model (`model_bytes`) by more than
-    `request_filter.ROOM` bytes. `note` is called from another thread with the port's reports: refused
+    `answers.ROOM` bytes. `note` is called from another thread with the port's reports: refused
     requests, and numbers of bytes.
     """
     folder.mkdir(mode=0o700, exist_ok=True)

@@ -18,40 +18,23 @@ from functools import partial
 from typing import Any, Protocol
 
 import anyio.to_thread
-from google.protobuf.message import DecodeError
 
 from ssfl.deploy import internals
+from ssfl.deploy.answers import ROOM, Answers, BrokenOff, Refused, SecondAnswer, parsed
 from ssfl.deploy.notes import Notes
+from ssfl.deploy.presence import Presence
 
 SECRET = "x-ssfl-secret"
 FLEET = "/v1/fleet/"
 VISIT = "ssfl.visit"
 """A key of the state (a dict) of an ASGI request. Its value is the request's connection (`port.Visit`).
 Requests over the centre's own socket do not have this key."""
-ROOM = 65_536
-"""The number of bytes that an answer may have in addition to its model: names, metrics, and what Flower adds.
-It is also the largest size of requests that carry no model."""
-PARTS = 8
-"""How many parts an answer may have in addition to the chunks of its model. These are the message, each of
-its records, and the description of the array."""
 ENDLESS = "headers that are too long"
 """The reason that is reported if a connection is closed because its headers are too long."""
 FROM_CENTRE = 1 << 30
 """The largest size of a request that the centre itself sends, in bytes."""
 STALLED = 60.0
 """A request is given up if no more bytes of its body arrive for this many seconds."""
-HOLD = 15.0
-"""Seconds for which a site's request for work is held open if there is no work. A site may be silent for 20 s
-before it counts as disconnected, and each request is a sign of life. So this time is shorter than 20 s."""
-BEATS = 10.0, 60.0
-"""The shortest and the longest heartbeat interval of a site, in seconds. If a site announces a shorter or
-longer interval, the nearest of these two values is used."""
-ALIVE = 5.0
-"""Every request shows that its site is alive. To save time, Flower is told so at most once in this many
-seconds per site."""
-STALLED_PORT = 5.0
-"""If this process was paused for more than this many seconds, it could not read heartbeats. The pause then
-does not count as silence of the sites."""
 FAREWELL = 40
 """How many requests an excluded site may still send. It needs them to fetch the message that says that it is
 excluded."""
@@ -84,20 +67,6 @@ class Connections(Protocol):
     def admit(self, visit: Any, node: int) -> bool: ...
 
 
-class Refused(Exception):
-    """Raised if a request is refused. Its text is what the sender sent, for example "a request without its
-    length"."""
-
-
-class SecondAnswer(Refused):
-    """Raised if a site answers the same message twice. The centre may still use the first answer."""
-
-
-class BrokenOff(Refused):
-    """Raised if the connection ends or stalls in the middle of a request. Networks fail, so this does not
-    count against the site."""
-
-
 class RequestFilter:
     """An ASGI application in front of Flower's own application. It passes on only the requests that are
     allowed."""
@@ -108,9 +77,7 @@ class RequestFilter:
         self, flower: internals.SuperLink, secret: str, model_bytes: int, tell: Report, keys_only: bool
     ) -> None:
         self.flower, self.secret, self.tell, self.keys_only = flower, secret.encode(), tell, keys_only
-        self.most = model_bytes + ROOM
-        self.chunks = -(-self.most // internals.CHUNK)
-        self.most_at_once = min(self.most, internals.CHUNK + ROOM)
+        self.answers, self.presence = Answers(model_bytes), Presence(flower)
         self.ready = False
         """Whether the centre has registered its sites and started its run. Until then every site's request is
         answered with 503, because no key is known yet."""
@@ -118,42 +85,15 @@ class RequestFilter:
         self.nodes: dict[bytes, int | None] = {}
         """A cache of Flower's node number for each public key. It is cleared when sites are registered or
         removed."""
-        self.answered: dict[int, tuple[str, str]] = {}
-        """For each node: the identifiers of the last message that it answered, and of that answer. They
-        reveal second answers."""
-        self.left: dict[int, int] = {}
-        """For each node: how many more bytes its current answer may have."""
-        self.quiet: set[int] = set()
-        """The nodes for which no message is waiting, as far as this process knows. Their requests for work
-        are held open."""
-        self.waiting: dict[int | None, set[asyncio.Event]] = {}
-        """For each node, one event for every request for work that is held open. Setting the event ends the
-        wait."""
-        self.coming: dict[int, tuple[str, set[str]]] = {}
-        """For each node that is sending an answer: the identifier of the message that it answers, and the
-        identifiers of the parts that have not arrived yet."""
         self.excluded: dict[int, int] = {}
         """For each node of an excluded site: how many more of its requests are answered."""
-        self.seen: dict[int, float] = {}
-        """For each node: the time of its last recorded sign of life (`time.monotonic`)."""
-        self.ticked = time.monotonic()
-        """The last time at which this process was certainly running (`time.monotonic`)."""
         self.notes = Notes(tell)
 
     def tick(self) -> None:
         """Sends due summaries of refused requests to the centre, and checks whether this process was paused.
         The port calls it every second."""
         self.notes.flush()
-        self._catch_up()
-
-    def _catch_up(self) -> None:
-        """If this process was paused for more than `STALLED_PORT` seconds, tells Flower that all sites that
-        were alive before the pause are still alive. During the pause, their heartbeats could not be read."""
-        before, self.ticked = self.ticked, time.monotonic()
-        if self.ticked - before > STALLED_PORT:
-            for node, seen in self.seen.items():
-                if before - seen < 2 * BEATS[0]:
-                    self.flower.alive(node, BEATS[0])
+        self.presence.catch_up()
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -181,21 +121,18 @@ class RequestFilter:
         if not hmac.compare_digest(headers.get(SECRET.encode(), b""), self.secret):
             await _answer(send, 403, b"only the centre may make this request")
             return
-        self._catch_up()
+        self.presence.catch_up()
         if scope["path"] in (WAKE, EXCLUDE):
-            nodes = json.loads(await self._read(headers, receive, self.most))
+            nodes = json.loads(await self._read(headers, receive, self.answers.most))
             if scope["path"] == EXCLUDE:
                 self.excluded |= {node: FAREWELL for node in nodes if node not in self.excluded}
-            for node in nodes:
-                self.quiet.discard(node)
-                for event in self.waiting.get(node, ()):
-                    event.set()
+            self.presence.wake(nodes)
             await _answer(send, 200, b"", close=False)
             return
         path, run = scope["path"].removeprefix("/v1/"), headers.get(internals.RUN.encode())
         if path in self.flower.handlers and run is not None:
             body = await self._read(headers, receive, FROM_CENTRE)
-            call = partial(self.flower.handlers[path], _parsed(path, body), task=internals.Task(int(run)))
+            call = partial(self.flower.handlers[path], parsed(path, body), task=internals.Task(int(run)))
             reply = await anyio.to_thread.run_sync(call)
             await _answer(send, 200, reply.SerializeToString(), close=False)
             return
@@ -235,17 +172,20 @@ class RequestFilter:
                 await _answer(send, 403, b"the centre has excluded this site: ask its operator why")
                 return
         if node is not None:
-            await self._alive(node, path)
+            await self.presence.alive(node, path)
         pushing = path.endswith(("/push-object", "/push-messages"))
         try:
-            body = await self._read(headers, receive, self.most_at_once if pushing else ROOM)
+            body = await self._read(headers, receive, self.answers.most_at_once if pushing else ROOM)
             self.up += len(body)
             if path.endswith("/push-messages"):
-                self._check_message(node or 0, body)
+                self.answers.check_message(node or 0, body)
             elif pushing:
-                self._check_object(node or 0, body)
-            elif path.endswith("/send-node-heartbeat") and await self._beat(node, body, send):
-                return
+                self.answers.check_part(node or 0, body)
+            elif path.endswith("/send-node-heartbeat") and node is not None:
+                beat = await self.presence.beat(node, body)
+                if beat is not None:
+                    await _answer(send, 200, beat, close=False)
+                    return
         except BrokenOff as broken:
             self.notes.add(node, host, str(broken), lost=True, broken=True)
             await _answer(send, 400, str(broken).encode())
@@ -254,7 +194,8 @@ class RequestFilter:
             self._note(node, host, str(refused), lost=not isinstance(refused, SecondAnswer))
             await _answer(send, 400, str(refused).encode())
             return
-        if path.endswith("/pull-messages") and node in self.quiet and not await self._held(node, receive):
+        pulling = path.endswith("/pull-messages")
+        if pulling and node is not None and not await self.presence.has_work(node, receive):
             await _answer(send, 200, b"", close=False)
             return
         if pushing:
@@ -272,12 +213,12 @@ class RequestFilter:
         """Answers a request about messages by calling Flower's handler directly, which is faster than
         Flower's application. Returns the body of the answer, or None if the request was refused."""
         try:
-            request = _parsed(path.removeprefix("/v1/"), body)
+            request = parsed(path.removeprefix("/v1/"), body)
             if request.node.node_id != node:  # the centre was restarted while this site was busy
                 await _answer(send, 401, b"the centre was restarted: connect again")
                 return None
             if path.endswith("/pull-messages"):
-                self.quiet.add(node)  # a message that arrives from now on wakes it
+                self.presence.quiet.add(node)  # a message that arrives from now on wakes it
             reply = await anyio.to_thread.run_sync(self.flower.handlers[path.removeprefix("/v1/")], request)
         except Exception:  # Flower raises several kinds of errors
             if path.endswith(("/push-object", "/push-messages")):
@@ -313,58 +254,17 @@ class RequestFilter:
         for the node, and which parts of its answer are still missing. Tells the centre when an answer is
         complete."""
         if path.endswith("/activate-node") or (path.endswith("/pull-messages") and answer):
-            self.quiet.discard(node)
+            self.presence.quiet.discard(node)
         elif path.endswith("/push-messages"):
-            missing = _parsed("fleet/push-messages", answer, 1).objects_to_push
-            self.coming[node] = self.answered[node][0], set(missing)
-        elif path.endswith("/push-object") and node in self.coming:
-            self.coming[node][1].discard(_parsed("fleet/push-object", body).object_id)
-        else:
-            return
-        if node in self.coming and not self.coming[node][1]:
-            self.tell({"answered": self.coming.pop(node)[0]})
+            self._complete(self.answers.announced(node, answer))
+        elif path.endswith("/push-object"):
+            self._complete(self.answers.arrived(node, body))
 
-    async def _held(self, node: int | None, receive: Receive) -> bool:
-        """Holds a request for work open until there is a message for the node, and then returns True. Returns
-        False if there is none after `HOLD` seconds, or if the site closes the connection.
-
-        So an idle site asks only a few times a minute, and still gets its work at once.
-        """
-        event = asyncio.Event()
-        self.waiting.setdefault(node, set()).add(event)
-        tasks = [asyncio.ensure_future(event.wait()), asyncio.ensure_future(receive())]
-        try:
-            await asyncio.wait(tasks, timeout=HOLD, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            self.waiting[node].discard(event)
-            for task in tasks:
-                task.cancel()
-        return event.is_set()
-
-    async def _alive(self, node: int, path: str) -> None:
-        """Records a request of a node as a sign of life, like a heartbeat. So a busy site is not treated as
-        disconnected because one heartbeat is late. If `path` is that of a request to disconnect, the record
-        is deleted instead."""
-        now = time.monotonic()
-        if path.endswith("/deactivate-node"):
-            self.seen.pop(node, None)
-        elif path.endswith(("/activate-node", "/send-node-heartbeat")):
-            self.seen[node] = now
-        elif now - self.seen.get(node, now) > ALIVE:
-            self.seen[node] = now
-            await anyio.to_thread.run_sync(self.flower.alive, node, BEATS[0])
-
-    async def _beat(self, node: int | None, body: bytes, send: Send) -> bool:
-        """Answers a heartbeat directly, because Flower's application is slower, and returns True. If the
-        heartbeat is not from the site that it names, returns False, and Flower's application must answer."""
-        request = _parsed("fleet/send-node-heartbeat", body)
-        if node is None or request.node.node_id != node:
-            return False
-        seconds = min(max(request.heartbeat_interval, BEATS[0]), BEATS[1])
-        there = await anyio.to_thread.run_sync(self.flower.alive, node, seconds)
-        answer = internals.TYPES["fleet/send-node-heartbeat"][1](success=there)
-        await _answer(send, 200, answer.SerializeToString(), close=False)
-        return True
+    def _complete(self, message: str | None) -> None:
+        """Tells the centre that the answer to the message with this identifier is complete. None: no answer
+        was completed."""
+        if message is not None:
+            self.tell({"answered": message})
 
     async def _read(self, headers: dict[bytes, bytes], receive: Receive, most: int) -> bytes:
         """Returns the body of a request. Raises `Refused` if its length is missing or above `most` bytes, and
@@ -388,49 +288,6 @@ class RequestFilter:
             body += message.get("body", b"")
             if not message.get("more_body"):
                 return bytes(body)
-
-    def _check_message(self, node: int, body: bytes) -> None:
-        """Raises unless the request announces exactly one answer that is allowed. The answer must come from
-        the site that sent the request, be the first answer to its message, and have few parts."""
-        request = _parsed("fleet/push-messages", body)
-        if len(request.messages_list) != 1 or len(request.message_object_trees) != 1:
-            raise Refused(f"{len(request.messages_list)} answers in one request instead of one")
-        facts = request.messages_list[0].metadata
-        if facts.src_node_id != node or not facts.reply_to_message_id:
-            raise Refused("an answer in the name of another site, or to no message")
-        parts = internals.count_parts(request.message_object_trees[0])
-        if parts > self.chunks + PARTS:
-            raise Refused(
-                f"an answer in {parts} parts, which are too many: at most {self.chunks + PARTS} are accepted"
-            )
-        answered, answer = self.answered.get(node, ("", ""))
-        if answered == facts.reply_to_message_id and answer != facts.message_id:
-            raise SecondAnswer("a second answer to the same message")
-        self.answered[node] = facts.reply_to_message_id, facts.message_id
-        self.left[node] = self.most
-
-    def _check_object(self, node: int, body: bytes) -> None:
-        """Raises if a part of an answer cannot be read, does not match its hash, or describes an array with
-        too many chunks. Also raises if the parts of the answer so far are together too large."""
-        request = _parsed("fleet/push-object", body)
-        content = request.object_content
-        self.left[node] = self.left.get(node, 0) - len(content)
-        if self.left[node] < 0:
-            raise Refused(f"an answer of more than {self.most} bytes")
-        if not internals.is_intact(request.object_id, content):
-            raise Refused("a truncated or altered part of an answer")
-        try:
-            # an array may list the same chunk many times, and so become arbitrarily large when assembled
-            array = internals.array_chunks(content)
-            if array is not None:
-                chunks = json.loads(array)["arraychunk_ids"]
-                if len(chunks) > self.chunks:
-                    raise Refused(
-                        f"an array of {len(chunks)} chunks, which are too many: at most {self.chunks} are "
-                        "accepted"
-                    )
-        except (ValueError, KeyError, TypeError, RecursionError):
-            raise Refused("an unreadable part of an answer") from None
 
     def _note(self, node: int | None, host: str, why: str, lost: bool = True) -> None:
         """Reports to the centre that a request was refused, and why. `node` is the node number of the site
@@ -458,17 +315,6 @@ def _handshake(reason: str) -> str:
     if "ALERT" in reason and ("CERT" in reason or "CA" in reason):
         return f"a TLS alert: it does not trust the centre's certificate ({reason.lower().replace('_', ' ')})"
     return f"invalid TLS ({reason.lower().replace('_', ' ')})"
-
-
-def _parsed(path: str, body: bytes, which: int = 0) -> Any:
-    """Returns `body` as a protobuf message. It is the body of a request to this path (`which` = 0), or of the
-    response to such a request (`which` = 1). Raises `Refused` if the body cannot be read."""
-    request = internals.TYPES[path][which]()
-    try:
-        request.ParseFromString(body)
-    except DecodeError:
-        raise Refused("a message that cannot be read") from None
-    return request
 
 
 async def _answer(send: Send, status: int, body: bytes, close: bool = True) -> None:
