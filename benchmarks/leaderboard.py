@@ -3,8 +3,8 @@
     python -m benchmarks.leaderboard            # writes the page
     python -m benchmarks.leaderboard --check    # exit code 1 if the page is not up to date
 
-Contests with the same protocol (data, split, network and user images) share a table. The same seed has the
-same split in all of them, so methods of different files can be compared seed by seed.
+Contests with the same protocol (data, split, network and user images) share their tables. The same seed has
+the same split in all of them, so methods of different files can be compared seed by seed.
 """
 
 import argparse
@@ -12,7 +12,7 @@ import json
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +22,17 @@ from ssfl.runs.provenance import ROOT
 
 FILES = ROOT / "results" / "leaderboard"
 PAGE = ROOT / "docs" / "leaderboard.md"
-HEAD = ("method", "test accuracy, %", "points behind the first method (95 % interval)", "seeds",
-        "collapsed runs", "images with a label or pseudo-label, %", "user images, million",
-        "users' passes, million", "server images, million", "chosen settings", "file")  # fmt: skip
+ACCURACY = ("method", "test accuracy, %", "points behind the first method (95 % interval)", "seeds",
+            "collapsed runs", "images with a label or pseudo-label, %")  # fmt: skip
+WORK = ("method", "user images, million", "users' passes, million", "server images, million",
+        "chosen settings", "files")  # fmt: skip
 INTRODUCTION = """# Leaderboard
 
-Each table on this page compares methods under one protocol, best first. The end of the page shows how to
+Each section of this page compares methods under one protocol, best first. The end of the page shows how to
 add your own method. The page is for readers who choose a method and for authors of methods.
 [Contest](contest.md) explains the protocol, and how each method's learning rate and threshold are chosen.
 
-How to read a table:
+Each section has two tables. The first has the accuracies, the second the amount of work and the settings.
 
 - **The heading** is the protocol: data set, number of labels at the server, split, network, and training.
   There are K users, and C of them take part in a round. R is the skew of their classes, from 0 (all users
@@ -61,16 +62,16 @@ ADD = """
 ## Add a row
 
 1. Commit your code: results of uncommitted code are refused.
-2. Run your method together with a method of the table, under the same protocol. Take the command below the
-   table and change only `--methods` and `--out`: `--methods my.py:Mine,anchored --out runs/mine`. Here
+2. Run your method together with a method of the tables, under the same protocol. Take the command below the
+   tables and change only `--methods` and `--out`: `--methods my.py:Mine,anchored --out runs/mine`. Here
    `my.py` is your file and `Mine` the method in it ([Add a method](add-a-method.md)). The contest chooses
    the learning rate, and the threshold if your method has one.
 3. Copy `runs/mine/contest.json` to `results/leaderboard/NAME.json`.
 4. Generate this page with `python -m benchmarks.leaderboard`. It reads all files in `results/leaderboard/`.
 5. Open a pull request with the JSON file, this page and your method's file.
 
-Another data set or split is another protocol and gets its own table. Run at least `anchored`, `semifl` and
-`server-only` in it, with three seeds.
+Another data set or split is another protocol and gets a section of its own. Run at least `anchored`,
+`semifl` and `server-only` in it, with three seeds.
 """
 
 
@@ -81,10 +82,10 @@ class Unfit(Exception):
 
 @dataclass(frozen=True)
 class Row:
-    """The results of one method in one contest file."""
+    """The results of one method, and the contest files that have them."""
 
     standing: dict[str, Any]
-    file: str
+    files: tuple[str, ...]
 
     @property
     def accuracies(self) -> dict[int, float]:
@@ -122,7 +123,7 @@ def page(files: Sequence[Path]) -> str:
         tables.setdefault(protocol(contest), []).append((file.name, contest))
     parts = [INTRODUCTION]
     for title, contests in sorted(tables.items()):
-        parts.append(f"\n## {title}\n\n{_table(contests)}\n")
+        parts.append(f"\n## {title}\n\n{_tables(contests)}\n")
         for name, contest in contests:
             runs = [run for one in contest["standings"] for run in one["runs"]]
             devices = sorted({run["device"] for run in runs})
@@ -158,7 +159,7 @@ def _require_fit(name: str, contest: dict[str, Any]) -> None:
 
 def protocol(contest: dict[str, Any]) -> str:
     """Returns the protocol of a contest as a title, such as its data, split and network. Contests with the
-    same title share a table."""
+    same title share their tables."""
     one = next((one for one in contest["standings"] if one["images"]), contest["standings"][0])
     data, split, model = (one["config"][section] for section in ("data", "split", "model"))
     federation, train = one["config"]["federation"], one["config"]["train"]
@@ -184,31 +185,54 @@ def protocol(contest: dict[str, Any]) -> str:
     )
 
 
-def _table(contests: Sequence[tuple[str, dict[str, Any]]]) -> str:
-    """Returns the Markdown table of one protocol, best method first. Methods with diverged seeds come after
-    all others."""
-    rows = [Row(one, name) for name, contest in contests for one in contest["standings"]]
+def _tables(contests: Sequence[tuple[str, dict[str, Any]]]) -> str:
+    """Returns the two Markdown tables of one protocol, best method first. Methods with diverged seeds come
+    after all others."""
+    rows = _merged([Row(one, (name,)) for name, contest in contests for one in contest["standings"]])
     rows.sort(key=lambda row: (row.standing["diverged"] > 0, -(row.standing["mean"] or 0.0)))
-    lines = [HEAD, ("---",) * len(HEAD)]
+    accuracy = [_accuracy(row, None if row is rows[0] else rows[0]) for row in rows]
+    return f"{_markdown(ACCURACY, accuracy)}\n\n{_markdown(WORK, [_work(row) for row in rows])}"
+
+
+def _merged(rows: Sequence[Row]) -> list[Row]:
+    """Returns the rows without repetitions. If a method has the same settings and accuracies in several
+    files, it gets one row that names all of them."""
+    found: dict[str, Row] = {}
     for row in rows:
-        one = row.standing
-        mean = "diverged" if one["mean"] is None else f"{one['mean']:.2f}"
-        mean += "" if one["deviation"] is None else f" ± {one['deviation']:.2f}"
-        if one["diverged"] and one["mean"] is not None:
-            mean += f" (without {one['diverged']} diverged)"
-        lost = one["collapsed"] + one["diverged"]
-        masked = [run["mask_rate"] for run in one["runs"] if run.get("mask_rate") is not None]
-        rate = 100 * statistics.mean(masked) if masked else 0.0
-        labelled = (f"{rate:.0f}" if rate >= 10 else f"{rate:.2g}") if masked else "–"
-        millions = [f"{one[key] / 1e6:.3g}" for key in ("images", "passes", "server_images")]
-        chosen = ", ".join(option.partition(".")[2] for option in one["options"]) or "–"
-        link = f"[{Path(row.file).stem}](../results/leaderboard/{row.file})"
-        seeds = str(len(one["runs"]) + one["diverged"])
-        between = "–" if row is rows[0] else _between(rows[0], row)
-        lines.append(
-            (f"`{one['method']}`", mean, between, seeds, str(lost), labelled, *millions, chosen, link)
-        )
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        key = repr((row.standing["method"], row.standing["options"], sorted(row.accuracies.items())))
+        found[key] = replace(row, files=(*found[key].files, *row.files)) if key in found else row
+    return list(found.values())
+
+
+def _markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(line)} |" for line in (head, ("---",) * len(head), *lines))
+
+
+def _accuracy(row: Row, first: Row | None) -> tuple[str, ...]:
+    """Returns the cells of a method in the table of accuracies. `first` is the best method, or None if this
+    is the best method."""
+    one = row.standing
+    mean = "diverged" if one["mean"] is None else f"{one['mean']:.2f}"
+    mean += "" if one["deviation"] is None else f" ± {one['deviation']:.2f}"
+    if one["diverged"] and one["mean"] is not None:
+        mean += f" (without {one['diverged']} diverged)"
+    masked = [run["mask_rate"] for run in one["runs"] if run.get("mask_rate") is not None]
+    rate = 100 * statistics.mean(masked) if masked else 0.0
+    labelled = (f"{rate:.0f}" if rate >= 10 else f"{rate:.2g}") if masked else "–"
+    seeds, lost = len(one["runs"]) + one["diverged"], one["collapsed"] + one["diverged"]
+    return (
+        f"`{one['method']}`", mean, "–" if first is None else _between(first, row), str(seeds), str(lost),
+        labelled,
+    )  # fmt: skip
+
+
+def _work(row: Row) -> tuple[str, ...]:
+    """Returns the cells of a method in the table of work and settings."""
+    one = row.standing
+    millions = [f"{one[key] / 1e6:.3g}" for key in ("images", "passes", "server_images")]
+    chosen = ", ".join(option.partition(".")[2] for option in one["options"]) or "–"
+    links = ", ".join(f"[{Path(file).stem}](../results/leaderboard/{file})" for file in row.files)
+    return f"`{one['method']}`", *millions, chosen, links
 
 
 def _between(first: Row, other: Row) -> str:

@@ -47,13 +47,26 @@ def test_files_of_one_protocol_share_a_table_and_are_compared_by_seed(tmp_path: 
     page = leaderboard.page(files)
     assert page.count("\n## digits: 50 labels") == 1
     rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| `")]
-    assert [row[0].strip("| `") for row in rows] == ["anchored", "semifl", "server-only"]
+    assert [row[0].strip("| `") for row in rows] == 2 * ["anchored", "semifl", "server-only"]
     # 1, -1 and 3 points: mean 1, standard error 2 / √3, and Student's t of two degrees is 4.303
     assert rows[1][2] == "1.00 (-3.97 to 5.97)"
-    assert rows[0][3:10] == ["3", "1", "50", "2", "3", "0.4", "lr=0.03, threshold=0.8"]
-    assert "one.json" in rows[0][10]
-    assert "two.json" in rows[1][10]
+    assert [cell.strip(" |") for cell in rows[0][3:]] == ["3", "1", "50"]
+    assert rows[3][1:5] == ["2", "3", "0.4", "lr=0.03, threshold=0.8"]
+    assert "one.json" in rows[3][5]
+    assert "two.json" in rows[4][5]
     assert "torch 2.13.0" in page
+
+
+def test_a_method_with_equal_results_in_two_files_has_one_row(tmp_path: Path) -> None:
+    files = written(
+        tmp_path,
+        one=contest(standing("anchored", [90, 92, 94]), standing("semifl", [89, 93, 91])),
+        two=contest(standing("anchored", [90, 92, 94]), standing("fl2", [88, 87, 86])),
+        zoo=contest(standing("fl2", [88, 87, 85])),
+    )
+    rows = [line for line in leaderboard.page(files).splitlines() if line.startswith("| `")]
+    assert len(rows) == 2 * 4
+    assert next(row for row in rows if "one.json" in row and "two.json" in row).startswith("| `anchored`")
 
 
 def test_files_that_do_not_say_how_they_came_about_are_refused(tmp_path: Path) -> None:
