@@ -189,17 +189,17 @@ def test_a_centre_is_continued_with_the_options_that_it_was_started_with(quick: 
 def test_the_options_of_a_centre_are_those_of_the_command() -> None:
     pytest.importorskip("flwr")
     from ssfl.cli import deploy
-    from ssfl.deploy import centre
+    from ssfl.deploy import serving
 
     defaults = {
         f"--{name.replace('_', '-')}": parameter.default
         for name, parameter in inspect.signature(deploy.serve).parameters.items()
     }
     assert set(resuming.OPTIONS) < set(defaults)
-    assert {key: defaults[key] for key in centre.DEFAULTS} == centre.DEFAULTS
-    place = centre.Place(None, "127.0.0.1", 8443, 2, 120, 600)
+    assert {key: defaults[key] for key in serving.DEFAULTS} == serving.DEFAULTS
+    place = serving.Place(None, "127.0.0.1", 8443, 2, 120, 600)
     assert place.options() == {"--insecure": True, "--sites": 2}
-    place = centre.Place(Path("keys"), "0.0.0.0", 9, None, 5, 600, 1, True)
+    place = serving.Place(Path("keys"), "0.0.0.0", 9, None, 5, 600, 1, True)
     every = {"--keys": "keys", "--port": 9, "--deadline": 5.0, "--quorum": 1, "--share-model": True}
     assert place.options() == every
     assert all(type(value) is resuming.OPTIONS[key] for key, value in every.items())

@@ -142,7 +142,7 @@ def serve(
     Example: ssfl serve --data labelled --keys keys"""
     require_flower()
     from ssfl.core import outside, progress
-    from ssfl.deploy import centre
+    from ssfl.deploy import serving
     from ssfl.deploy.view import FederationView
     from ssfl.runs.choose import load_config
     from ssfl.runs.folder import next_free
@@ -158,14 +158,14 @@ def serve(
         tell("--insecure: nothing is encrypted, and everyone on this machine can join")
     if (data is None) == (resume is None):
         raise ConfigError("give either --data FOLDER with your labelled images, or --resume RUN")
-    place = centre.Place(keys, host, port, sites, deadline, patience, quorum, share_model)
+    place = serving.Place(keys, host, port, sites, deadline, patience, quorum, share_model)
     loaded = None
     if data is not None:
         named = "name" if outside.is_path(data) else "path"
         loaded = load_config(config or "own", [f"data.{named}={data}", *(sets or [])], sites=True)
     path = resume or out or next_free(Path("runs") / "centre")
     with FederationView() as view:
-        result = centre.serve(loaded, path, place, resume is not None, view)
+        result = serving.serve(loaded, path, place, resume is not None, view)
     print(f"{result.score_text}  in {result.path}")
     if result.verdict is not None:
         print(result.verdict)

@@ -30,7 +30,7 @@ class BrokenOff(Refused):
     count against the site."""
 
 
-class Answers:
+class AnswerChecks:
     """Checks the answers of all sites, and follows which of their parts have arrived. `model_bytes` is the
     size of the largest model that a site may send."""
 

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from ssfl.config.loading import load_config
 from ssfl.data import sources
-from ssfl.deploy import centre, silenced
+from ssfl.deploy import serving, silenced
 from ssfl.deploy.disclosure import PublicError
 from ssfl.deploy.fleet import Fleet
 from ssfl.deploy.images import usable
@@ -78,11 +78,11 @@ def main(grid: Grid, context: Context) -> None:
         loaded = load_config(str(settings["config"]), sets)
     path, count = Path(str(settings["resume"] if again else settings["out"])), int(settings["sites"])
     view = FederationView(Console(force_terminal=False, highlight=False, width=200))
-    with centre.opened(loaded, path, again, [], count) as (sim, terms, names), silenced():
+    with serving.opened(loaded, path, again, [], count) as (sim, terms, names), silenced():
         folder.write_atomic(path / resuming.SERVE, json.dumps({resuming.FLOWER: count}).encode() + b"\n")
         fleet = Fleet(
             grid=grid, names=names, needed=count, tell=view.tell, asked=True,
             deadline=float(settings["deadline"]), patience=float(settings["patience"]),
         )  # fmt: skip
-        result = centre.conduct(sim, terms, fleet, path, again, bool(settings.get("share-model")), view)
+        result = serving.conduct(sim, terms, fleet, path, again, bool(settings.get("share-model")), view)
     view.tell(f"{result.score_text}  in {path}")

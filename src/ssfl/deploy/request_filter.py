@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import anyio.to_thread
 
 from ssfl.deploy import internals
-from ssfl.deploy.answers import ROOM, Answers, BrokenOff, Refused, SecondAnswer, parsed
+from ssfl.deploy.answers import ROOM, AnswerChecks, BrokenOff, Refused, SecondAnswer, parsed
 from ssfl.deploy.notes import Notes
 from ssfl.deploy.presence import Presence
 
@@ -77,7 +77,7 @@ class RequestFilter:
         self, flower: internals.SuperLink, secret: str, model_bytes: int, tell: Report, keys_only: bool
     ) -> None:
         self.flower, self.secret, self.tell, self.keys_only = flower, secret.encode(), tell, keys_only
-        self.answers, self.presence = Answers(model_bytes), Presence(flower)
+        self.answers, self.presence = AnswerChecks(model_bytes), Presence(flower)
         self.ready = False
         """Whether the centre has registered its sites and started its run. Until then every site's request is
         answered with 503, because no key is known yet."""
@@ -210,7 +210,7 @@ class RequestFilter:
             self._follow(node, path, body, answer)
 
     async def _handled(self, path: str, body: bytes, node: int, host: str, send: Send) -> bytes | None:
-        """Answers a request about messages by calling Flower's handler directly, which is faster than
+        """AnswerChecks a request about messages by calling Flower's handler directly, which is faster than
         Flower's application. Returns the body of the answer, or None if the request was refused."""
         try:
             request = parsed(path.removeprefix("/v1/"), body)
