@@ -23,7 +23,14 @@ if TYPE_CHECKING:
 hypothesis.settings.register_profile("no deadline", deadline=None)  # a busy machine is no failure
 hypothesis.settings.load_profile("no deadline")
 Call = Callable[..., tuple[int, str, str]]
-FEDERATIONS = {"test_backbones", "test_join", "test_own_federation", "test_port", "test_signals"}
+FEDERATIONS = {
+    "test_answers",
+    "test_backbones",
+    "test_join",
+    "test_own_federation",
+    "test_port",
+    "test_signals",
+}
 """Modules with real federations, besides all of test_deploy_*. Their slow tests start many processes, which
 often wait for each other, so several tests run at once."""
 

@@ -340,7 +340,7 @@ def receive(call: Caller, api: str, node: Any, run: int, tree: Any, patience: fl
     not all parts are available within `patience` seconds.
     """
     end, contents = time.monotonic() + patience, {}
-    for part in {each.object_id for each in iterate_object_tree(tree)}:
+    for part in set(parts(tree)):
         pause = 0.05
         while True:
             pulled = call(f"{api}/pull-object", node=node, run_id=run, object_id=part)
@@ -359,9 +359,9 @@ def receive(call: Caller, api: str, node: Any, run: int, tree: Any, patience: fl
     return message
 
 
-def count_parts(tree: Any) -> int:
-    """Returns how many parts a message has. `tree` is Flower's list of its parts."""
-    return sum(1 for _ in iterate_object_tree(tree))
+def parts(tree: Any) -> list[str]:
+    """Returns the identifiers of a message's parts. `tree` is Flower's list of them."""
+    return [each.object_id for each in iterate_object_tree(tree)]
 
 
 def is_intact(name: str, content: bytes) -> bool:
@@ -390,6 +390,11 @@ class SuperLink:
     alive: Callable[[int, float], bool]
     """Takes a node number and a number of seconds. Marks the node as connected for twice this time, and
     returns whether the node exists."""
+    has: Callable[[str], bool]
+    """Takes the identifier of a message. Returns whether the message is stored, complete or not."""
+    delete: Callable[[str], None]
+    """Takes the identifier of a message, and deletes the message and those of its parts that no other message
+    has. Without this, Flower keeps a message that nobody fetches until the run ends."""
     handlers: Mapping[str, Callable[..., Any]]
     """Flower's functions that answer requests about messages, by path. Calling them directly is faster than
     going through `app`, but skips the checks of `app`. So the caller must already have checked who sent the
@@ -430,4 +435,8 @@ def _superlink(keys_only: bool) -> SuperLink:
         options: dict[str, Any] = {"store": state.object_store} if stored else {}
         direct[f"fleet/{name}"] = partial(of_fleet, state=state, **options)
         direct[f"runtime/{name}"] = partial(of_runtime, state=state)
-    return SuperLink(app, state.get_node_id_by_public_key, state.acknowledge_node_heartbeat, direct)
+    store = state.object_store
+    return SuperLink(
+        app, state.get_node_id_by_public_key, state.acknowledge_node_heartbeat,
+        store.__contains__, store.delete, direct,
+    )  # fmt: skip

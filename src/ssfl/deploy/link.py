@@ -94,7 +94,9 @@ class Link:
         now = time.monotonic()
         for name in message_ids:
             self._asked.setdefault(name, now)
-        due = [name for name in message_ids if name in self.answered or now - self._asked[name] > ASKING]
+        due = [
+            name for name in message_ids if name in self.answered or now - self._asked.get(name, now) > ASKING
+        ]
         if not due:
             return []
         self._asked.update(dict.fromkeys(due, now))
@@ -108,6 +110,13 @@ class Link:
             internals.receive(self.call, "runtime", internals.SERVER, self.run, tree, self.deadline)
             for tree in pulled.message_object_trees
         ]
+
+    def forget(self, message_ids: Collection[str]) -> None:
+        """Deletes messages whose answers are no longer wanted, and what has arrived of these answers."""
+        for name in message_ids:
+            self.answered.discard(name)
+            self._asked.pop(name, None)
+        self._tell_port(request_filter.FORGET, message_ids)
 
     def renew(self, name: str, key: ec.EllipticCurvePublicKey | None) -> None:
         """Replaces a site's key by `key`. If `key` is None, the site can no longer connect."""
@@ -124,11 +133,11 @@ class Link:
         excluded from the run. A few requests are still answered, so that each site learns why."""
         self._tell_port(request_filter.EXCLUDE, nodes)
 
-    def _tell_port(self, path: str, nodes: Collection[int]) -> None:
-        """Sends a list of node numbers to the request filter at the port. `path` is `request_filter.WAKE`
-        (messages are waiting for these nodes) or `request_filter.EXCLUDE` (these nodes are excluded)."""
-        if nodes:
-            self.call.post(path.lstrip("/"), json.dumps(list(nodes)).encode())
+    def _tell_port(self, path: str, listed: Collection[int] | Collection[str]) -> None:
+        """Sends a list to the request filter at the port, unless it is empty. `path` says what the list means
+        (`request_filter.WAKE` and others)."""
+        if listed:
+            self.call.post(path.lstrip("/"), json.dumps(list(listed)).encode())
 
 
 @contextmanager
@@ -277,7 +286,8 @@ def start(
         """Passes each report of the process to `note`, until the process ends."""
         with open(reading, encoding="utf-8") as lines:
             for line in lines:
-                note(json.loads(line))
+                with suppress(ValueError):  # a line that cannot be read must not end this thread
+                    note(json.loads(line))
 
     threading.Thread(target=listen, daemon=True).start()
     return process

@@ -4,6 +4,7 @@ test's replacement."""
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from queue import Empty, Queue
 from typing import Protocol
 
@@ -131,6 +132,10 @@ def exchange(
         else:
             why = reply.error.reason if isinstance(reply, Message) else reply
             tell(f"{called(node)} answered with an error: {short(why)}")
+    forget: Callable[[list[str]], None] | None = getattr(grid, "forget", None)
+    if forget is not None:
+        with suppress(*TROUBLE):
+            forget([name for node, name in sent if node not in answers])
     for node in (missing | late) - lost():
         tell(f"{called(node)} did not answer within {deadline:.0f} s")
     return answers

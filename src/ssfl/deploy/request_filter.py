@@ -15,6 +15,7 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
+from select import PIPE_BUF
 from typing import Any, Protocol
 
 import anyio.to_thread
@@ -38,9 +39,10 @@ STALLED = 60.0
 FAREWELL = 40
 """How many requests an excluded site may still send. It needs them to fetch the message that says that it is
 excluded."""
-WAKE, EXCLUDE = "/ssfl/wake", "/ssfl/exclude"
-"""Two paths to which the centre posts a JSON list of node numbers. /ssfl/wake: a message is waiting for these
-nodes. /ssfl/exclude: the sites of these nodes are excluded."""
+WAKE, EXCLUDE, FORGET = "/ssfl/wake", "/ssfl/exclude", "/ssfl/forget"
+"""Three paths to which the centre posts a JSON list. /ssfl/wake: messages are waiting for these nodes.
+/ssfl/exclude: the sites of these nodes are excluded. /ssfl/forget: the centre no longer waits for answers to
+the messages with these identifiers."""
 Receive = Callable[[], Awaitable[Any]]
 Send = Callable[[Any], Awaitable[None]]
 Report = Callable[[dict[str, Any]], None]
@@ -50,13 +52,16 @@ def teller(descriptor: int) -> Report:
     """Returns a function that sends a report to the centre as one line of JSON, over the pipe with this file
     descriptor.
 
-    The function never blocks: if the centre does not read the pipe, the report is lost.
+    The function never blocks: if the centre does not read the pipe, the report is lost. A report that is too
+    long to be written as a whole is lost, too.
     """
     os.set_blocking(descriptor, False)
 
     def tell(note: dict[str, Any]) -> None:
-        with suppress(OSError):  # the centre is busy, or gone; then this process ends soon
-            os.write(descriptor, json.dumps(note).encode() + b"\n")
+        line = json.dumps(note).encode() + b"\n"
+        if len(line) <= PIPE_BUF:
+            with suppress(OSError):  # the centre is busy, or gone; then this process ends soon
+                os.write(descriptor, line)
 
     return tell
 
@@ -77,7 +82,7 @@ class RequestFilter:
         self, flower: internals.SuperLink, secret: str, model_bytes: int, tell: Report, keys_only: bool
     ) -> None:
         self.flower, self.secret, self.tell, self.keys_only = flower, secret.encode(), tell, keys_only
-        self.answers, self.presence = AnswerChecks(model_bytes), Presence(flower)
+        self.answers, self.presence = AnswerChecks(flower, model_bytes), Presence(flower)
         self.ready = False
         """Whether the centre has registered its sites and started its run. Until then every site's request is
         answered with 503, because no key is known yet."""
@@ -122,11 +127,14 @@ class RequestFilter:
             await _answer(send, 403, b"only the centre may make this request")
             return
         self.presence.catch_up()
-        if scope["path"] in (WAKE, EXCLUDE):
-            nodes = json.loads(await self._read(headers, receive, self.answers.most))
-            if scope["path"] == EXCLUDE:
-                self.excluded |= {node: FAREWELL for node in nodes if node not in self.excluded}
-            self.presence.wake(nodes)
+        if scope["path"] in (WAKE, EXCLUDE, FORGET):
+            listed = json.loads(await self._read(headers, receive, FROM_CENTRE))
+            if scope["path"] == FORGET:
+                self.answers.forget(listed)
+            else:
+                if scope["path"] == EXCLUDE:
+                    self.excluded |= {node: FAREWELL for node in listed if node not in self.excluded}
+                self.presence.wake(listed)
             await _answer(send, 200, b"", close=False)
             return
         path, run = scope["path"].removeprefix("/v1/"), headers.get(internals.RUN.encode())
@@ -261,9 +269,10 @@ class RequestFilter:
             self._complete(self.answers.arrived(node, body))
 
     def _complete(self, message: str | None) -> None:
-        """Tells the centre that the answer to the message with this identifier is complete. None: no answer
-        was completed."""
+        """Tells the centre that the answer to the message with this identifier is complete, and deletes the
+        message. None: no answer was completed."""
         if message is not None:
+            self.flower.delete(message)
             self.tell({"answered": message})
 
     async def _read(self, headers: dict[bytes, bytes], receive: Receive, most: int) -> bytes:
