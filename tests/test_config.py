@@ -152,8 +152,6 @@ def test_not_a_number_is_out_of_range() -> None:
         ("federation.participants=11", "federation.participants", "federation.participants=10"),
         ("federation.groups=11", "federation.groups", "federation.groups=10"),
         ("split.scheme=mixture", "split.scheme", None),
-        ("run.test=last", "run.test", "data.validation=0.1"),
-        ("run.test=never", "run.test", "data.validation=0.1"),
         ("train.momentum=0", "train.nesterov", "train.nesterov=false"),
     ],
 )

@@ -72,6 +72,18 @@ def test_the_gate_cuts_what_is_longer_than_is_usual() -> None:
     assert torch.equal(gate.remembered(before, torch.tensor(0.2), 0.3), torch.tensor([0.1, 0.4, 0.3]))
 
 
+def test_idle_users_do_not_stop_the_others_even_if_they_are_half_of_them() -> None:
+    sent = torch.full((4, 4), 10.0, dtype=torch.float64)
+    updates = torch.tensor([[0, 0, 0, 0], [0, 0, 0, 0], [3, 4, 0, 0], [0, 0, 3, 4]], dtype=torch.float64)
+    before = torch.tensor([4.0, 2.0])
+    for users in ([0, 2], [0, 1, 2, 3]):
+        found = gate.judge(
+            sent[users], (sent + updates)[users], torch.zeros(len(users)), before, sizes=(2, 2)
+        )
+        lengths = (found.rows - sent[users]).norm(dim=1)
+        assert lengths.tolist() == pytest.approx([0 if user < 2 else gate.LEAST * 4 for user in users])
+
+
 def test_no_tensors_part_of_an_update_is_longer_than_is_usual_for_this_tensor() -> None:
     generator = torch.Generator().manual_seed(1)
     sent = torch.randn(5, 7, generator=generator, dtype=torch.float64)

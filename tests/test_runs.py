@@ -394,6 +394,11 @@ def test_batch_norm_statistics_are_a_choice(quick: Make, tmp_path: Path, statist
 
 
 def test_test_images_come_last_only_where_there_are_others(quick: Make, tmp_path: Path) -> None:
+    for when in ("last", "never"):
+        with pytest.raises(ConfigError) as caught:
+            ssfl.run(quick(f"run.test={when}"), tmp_path / "run")
+        assert (caught.value.key, caught.value.fix) == ("run.test", "data.validation=0.1")
+        assert not (tmp_path / "run").exists()
     with pytest.raises(ConfigError) as caught:
         ssfl.run(quick("run.test=last", "data.validation=0.0001"), tmp_path / "run")
     assert (caught.value.key, caught.value.value) == ("data.validation", 0.0001)

@@ -1,7 +1,10 @@
 """A federation round by round: paused, stopped and taken up again, it gives the bytes of a run in one go."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,9 +13,11 @@ import pytest
 import torch
 
 import ssfl
+from ssfl import methods
+from ssfl.config import loading
 from ssfl.config.loading import Config
 from ssfl.errors import ConfigError, FolderInUse, RunError
-from ssfl.runs import folder
+from ssfl.runs import checkpoints, folder
 
 Quick = Callable[..., Config]
 
@@ -49,6 +54,55 @@ def test_rounds_one_by_one_are_a_run(quick: Quick, tmp_path: Path, how: str) -> 
     assert again.result is not None
     assert again.summary is not None
     assert again.result.accuracy == again.summary["accuracy"] == again.history[-1]["accuracy"]
+
+
+def test_a_program_that_leaves_the_loop_loses_no_round(tmp_path: Path) -> None:
+    script = """
+import ssfl
+config = ssfl.load_config("quickstart", ["federation.rounds=4", "federation.period=1", "run.threads=1"])
+federation = ssfl.Federation(config, out="run")
+for done in federation:
+    if done.round == 2:
+        raise SystemExit(3)
+"""
+    ended = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (3, "")
+    assert not (tmp_path / "run" / "failed.json").exists()
+    saved = checkpoints.newest(tmp_path / "run", torch.device("cpu"))
+    assert saved is not None
+    assert saved.state.round == 2
+
+
+def test_a_run_is_finished_after_its_last_round(quick: Quick, tmp_path: Path) -> None:
+    config = quick()
+    with ssfl.Federation(config, out=tmp_path / "run") as federation:
+        next(federation)
+        with pytest.raises(FolderInUse, match="this process"):
+            ssfl.Federation(config, out=tmp_path / "run")
+    with ssfl.Federation(config, out=tmp_path / "run") as federation:
+        assert federation.round == 1
+        while federation.round < 4:
+            next(federation)
+        assert federation.result is not None
+        assert federation.result.accuracy == federation.history[-1]["accuracy"]
+        assert not list(federation)
+
+
+def test_an_object_gets_the_defaults_that_its_class_has(quick: Quick, tmp_path: Path) -> None:
+    """`method=` gives the same settings in `ssfl.load_config` and in `ssfl.run`."""
+    config = quick("method.name=anchored")
+    assert config.federation.slow_average == 0.99
+    semifl = methods.find("semifl")()
+    assert loading.with_method(config, semifl) == quick("method.name=semifl")
+    assert loading.with_method(quick("federation.slow_average=0.99"), semifl).federation.slow_average == 0.99
+    changed = replace(config, federation=replace(config.federation, slow_average=0.5))
+    assert loading.with_method(changed, semifl).federation.slow_average == 0.5
+
+
+def test_another_seed_is_another_run(quick: Quick, tmp_path: Path) -> None:
+    ssfl.run(quick(), tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"run\.seed"):
+        ssfl.Federation(quick("run.seed=2"), out=tmp_path / "run")
 
 
 def test_a_run_is_taken_up_by_either(quick: Quick, tmp_path: Path) -> None:

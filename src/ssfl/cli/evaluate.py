@@ -69,7 +69,9 @@ def described(judged: "Evaluation") -> list[str]:
         f"; only {judged.count} images, so this is a rough estimate" if judged.count < statistics.FEW else ""
     )
     gap = judged.mean_confidence - judged.accuracy
-    calibration = "well calibrated" if abs(gap) < 0.03 else "overconfident" if gap > 0 else "underconfident"
+    calibration = "neither over- nor underconfident on average"
+    if abs(gap) >= 0.03:
+        calibration = "overconfident" if gap > 0 else "underconfident"
     matrix, classes = judged.confusion, judged.classes
     rows = [["class", "images", "correct", "accuracy", "95 % interval", "most often confused with"]]
     for k, row in enumerate(matrix):

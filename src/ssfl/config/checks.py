@@ -17,11 +17,6 @@ def check(config: Config) -> None:
         _check_dist(config)
     if config.privacy != PrivacySettings():
         _check_privacy(config)
-    if config.run.test != "every" and not config.data.validation:
-        raise _error(
-            "run.test", config.run.test, "needs validation images: set data.validation=0.1",
-            "data.validation=0.1",
-        )  # fmt: skip
     _check_comparison(config)
     if config.train.nesterov and config.train.momentum == 0:
         raise _error(

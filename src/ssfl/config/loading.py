@@ -57,8 +57,7 @@ OUTSIDE = ("data.name", "model.name", "method.name")
 _SECTIONS_HINT = f": use one of {', '.join(NAMES)}"
 __all__ = [
     "CONFIGS", "PROJECT", "RENAMED", "Config", "apply", "as_dict", "check_early", "check_overrides",
-    "from_dict",
-    "is_image_folder", "load_config", "presets", "read", "to_toml", "unchecked",
+    "from_dict", "is_image_folder", "load_config", "presets", "read", "to_toml", "unchecked", "with_method",
 ]  # fmt: skip
 
 
@@ -204,7 +203,30 @@ def unchecked(
         section: _section(section, kind, {**defaults.get(section, {}), **rest[section]})
         for section, kind in SECTIONS.items()
     }
-    return Config(method=method, **typed)
+    explicit = frozenset(f"{section}.{key}" for section, values in rest.items() for key in values)
+    return Config(method=method, **typed, explicit=None if resolved else explicit)
+
+
+def with_method(config: Config, method: "Method") -> Config:
+    """Returns the config with another method. Settings that have defaults of the old method get the defaults
+    of the new one, as if the config had been loaded with it. Settings that were set explicitly, or changed
+    since the config was loaded, keep their values."""
+    if config.explicit is None:
+        return dataclasses.replace(config, method=method)
+    old, new, changed = type(config.method).defaults, type(method).defaults, dict[str, Any]()
+    for section in {**old, **new}:
+        was, now = old.get(section, {}), new.get(section, {})
+        _section(section, SECTIONS[section], dict(now))  # refuses what is no setting
+        general, values = SECTIONS[section](), getattr(config, section)
+        left = [
+            key
+            for key in {**was, **now}
+            if f"{section}.{key}" not in config.explicit
+            and getattr(values, key) == was.get(key, getattr(general, key))
+        ]
+        changes = {key: now.get(key, getattr(general, key)) for key in left}
+        changed[section] = dataclasses.replace(values, **changes)
+    return dataclasses.replace(config, method=method, **changed)
 
 
 def as_dict(config: Config) -> dict[str, dict[str, Any]]:

@@ -334,6 +334,9 @@ class Config:
     privacy: PrivacySettings = field(default_factory=PrivacySettings)
     train: TrainSettings = field(default_factory=TrainSettings)
     run: RunSettings = field(default_factory=RunSettings)
+    explicit: frozenset[str] | None = field(default=None, compare=False, repr=False)
+    """The settings that the config's source and overrides contain, as "section.key". All others have
+    defaults, some of which depend on the method. None: not known."""
 
 
 SECTIONS: dict[str, type] = {

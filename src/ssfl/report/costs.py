@@ -38,7 +38,7 @@ def blocks(runs: Sequence[Run]) -> list[Block]:
         cells = duration(cost["seconds"]), duration(cost["round"]), *(size(cost[key]) for key in _BYTES)
         device = str(run.summary.get("device") or run.config.run.device)
         rows.append([run.name, *map(number, (*cells, _memory(run))), device])
-    head = ("time", "per round", "sent by users", "sent to users", "peak memory")
+    head = ("time of all rounds", "per round", "sent by users", "sent to users", "peak memory")
     return [*made, table(["run", *map(number, head), "device"], rows), text(_NOTE, "note")]
 
 

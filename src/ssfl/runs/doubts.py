@@ -6,7 +6,7 @@ import warnings
 import numpy as np
 import torch
 
-from ssfl.config.settings import Config, FederationSettings, SplitSettings
+from ssfl.config.settings import Config, FederationSettings, SplitSettings, TrainSettings
 from ssfl.core.statistics import FEW, wilson
 from ssfl.data import split
 from ssfl.data.dataset import Dataset
@@ -110,6 +110,11 @@ def _unread(config: Config) -> list[str]:
             "split.scheme=shards",
         ),
         ("split.mixtures", split.mixtures and scheme != "mixture", "split.scheme=mixture"),
+        (
+            "train.cycles",
+            config.train.cycles != TrainSettings.cycles and config.train.schedule == "annealing",
+            "train.schedule=paper",
+        ),
         (
             "split.user_labels",
             split.user_labels is not None and split.labels_at == "server",

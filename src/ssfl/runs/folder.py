@@ -160,6 +160,10 @@ def require_free(path: Path) -> None:
         )
 
 
+_LOCKED = set[Path]()
+"""The run folders that this process has locked."""
+
+
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Locks the run folder inside the `with` block, so that no other process trains in it; raises if another
@@ -171,12 +175,15 @@ def locked(path: Path) -> Iterator[None]:
                 break
             time.sleep(0.05)
         else:
-            raise FolderInUse(
-                f"{path} is in use by another process: wait until it ends, or stop it", value=str(path)
-            )
+            whose = "another process: wait until it ends, or stop it"
+            if path.resolve() in _LOCKED:
+                whose = "this process: call stop() on the ssfl.Federation that trains in it"
+            raise FolderInUse(f"{path} is in use by {whose}", value=str(path))
+        _LOCKED.add(path.resolve())
         try:
             yield
         finally:  # also for processes that inherited the open folder
+            _LOCKED.discard(path.resolve())
             fcntl.flock(folder, fcntl.LOCK_UN)
     finally:
         os.close(folder)
@@ -233,7 +240,8 @@ def _known(*folders: Path) -> str:
         [str(file.parent) for file in sorted(one.glob("*/config.toml"))] for one in (*folders, Path("runs"))
     )
     known = next(filter(None, candidates), [])
-    return f"; the runs here are {', '.join(known[:5])}" if known else ""
+    more = ", ..." if len(known) > 5 else ""
+    return f"; the runs here are {', '.join(known[:5])}{more}" if known else ""
 
 
 def read_config(path: Path) -> Config:

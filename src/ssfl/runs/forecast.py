@@ -103,8 +103,14 @@ def lines(sim: Simulation, expected: Forecast | None) -> list[str]:
     ]
     if expected is not None:
         measured = "round" if expected.round < LONG else "step"
+        others = {"features": expected.features, "models to compare with": expected.compared}
+        extra = "".join(
+            f", {duration(seconds)} for {what}"
+            for what, seconds in others.items()
+            if seconds > 0.1 * expected.seconds
+        )
         shown[1] += (
-            f": about {duration(expected.seconds)} ({duration(expected.round)} per round) and "
+            f": about {duration(expected.seconds)} ({duration(expected.round)} per round{extra}) and "
             f"{expected.memory / 1e9:.1f} GB of memory, estimated from one {measured}"
         )
     if sim.dataset.grey is not None and not sim.config.data.flip:

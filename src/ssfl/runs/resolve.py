@@ -97,6 +97,13 @@ def resolve(config: Config, dataset: Dataset) -> Config:
     """Returns the resolved config: all settings that were left open and depend on the data have values.
     Raises if settings do not fit the data."""
     config = _with_owners(config, dataset)
+    if config.run.test != "every" and not config.data.validation and dataset.validation is None:
+        raise ConfigError(
+            f"run.test = {config.run.test!r} needs validation images: set data.validation=0.1",
+            key="run.test",
+            value=config.run.test,
+            fix="data.validation=0.1",
+        )
     federation, split_settings = config.federation, config.split
     participants = federation.participants or split_settings.users
     groups, method = federation.groups, config.method

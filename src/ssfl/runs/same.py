@@ -4,7 +4,7 @@ continued."""
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from ssfl.config.settings import Config
+from ssfl.config.settings import NAMES, Config
 from ssfl.errors import ConfigError
 from ssfl.runs import folder, resolve
 
@@ -14,9 +14,9 @@ def require(config: Config, path: Path) -> None:
     example, if a method's defaults have changed in a new version. If the folder holds no run, nothing
     happens.
 
-    Not compared are the section [run], federation.gate, the location of the images, and settings that
-    `config` leaves open. The section [split] is not compared if the data name the owner of each image. Nor is
-    split.server_labels, if only users have labels.
+    Of the section [run], only seed, folds and test are compared. Also not compared are federation.gate, the
+    location of the images, and settings that `config` leaves open. The section [split] is not compared if the
+    data name the owner of each image. Nor is split.server_labels, if only users have labels.
     """
     if not (path / "config.toml").is_file():
         return
@@ -29,9 +29,11 @@ def require(config: Config, path: Path) -> None:
             key="method.name",
             value=config.method.name,
         )
-    for section in ("data", "split", "model", "method", "federation", "privacy", "train"):
+    for section in NAMES:
         was, wanted = asdict(getattr(before, section)), asdict(getattr(now, section))
         for key, value in wanted.items():
+            if section == "run" and key not in ("seed", "folds", "test"):
+                continue
             left_open = value in (None, "suited") or key in ("root", "download", "path", "gate")
             users_alone = key == "server_labels" and before.split.labels_at == "users"
             owners_named = section == "split" and before.split.scheme == "given"  # [split] has no effect

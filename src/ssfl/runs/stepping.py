@@ -1,10 +1,12 @@
 """`ssfl.Federation`: trains a run round by round from Python."""
 
+import atexit
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
+from weakref import WeakSet
 
 import torch
 
@@ -32,8 +34,8 @@ class Federation:
     """A run that trains one round at a time: `for done in federation`.
 
     Each `done` has `round`, `events` and `state`. Leaving the loop pauses the run, and a new loop continues
-    it. `stop()` saves the run and ends it. If the folder `out` exists, the run in it is continued. Results
-    are byte-identical to those of `ssfl.run`.
+    it. `stop()` saves the run and ends it, and so do the end of a `with` block and of the program. If the
+    folder `out` exists, the run in it is continued. Results are byte-identical to those of `ssfl.run`.
 
     `metrics` maps names to functions. Each function takes the current model (see `model`) and returns a
     number, which is added to the "eval" events under that name.
@@ -73,6 +75,7 @@ class Federation:
                 self._open.close()
                 raise
             self._threads = torch.get_num_threads()
+        _OPEN.add(self)
 
     def _begin(
         self,
@@ -118,13 +121,35 @@ class Federation:
             except BaseException:
                 self._end(None)
                 raise
-        self.state = done.state
+            self.state = done.state
+            if (
+                done.round == self._sim.rounds
+            ):  # the model is saved now, even if nobody asks for another round
+                self._finish()
         return done
+
+    def _finish(self) -> None:
+        """Finishes the run after its last round."""
+        assert self._left is not None
+        try:
+            next(self._left)
+        except StopIteration as end:
+            self._end(end.value)
+        except BaseException:
+            self._end(None)
+            raise
 
     def stop(self) -> None:
         """Saves the last round and ends the run. To continue the run later, make a new `ssfl.Federation` with
-        the same folder, or call `ssfl.resume`."""
+        the same folder, or call `ssfl.resume`. It is called at the end of a `with` block and of the
+        program."""
         self._end(None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
 
     def evaluate(self) -> Event:
         """Evaluates the current model now. Returns the event with its accuracy and your metrics, as in "eval"
@@ -187,3 +212,13 @@ class Federation:
                     value=value,
                 )
         return event
+
+
+_OPEN: WeakSet[Federation] = WeakSet()
+
+
+@atexit.register
+def _stop_all() -> None:
+    """Saves all runs that the program has left open. Later, while Python shuts down, nothing can be saved."""
+    for federation in list(_OPEN):
+        federation.stop()

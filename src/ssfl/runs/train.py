@@ -7,6 +7,7 @@ from contextlib import closing, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from ssfl.config import loading
 from ssfl.config.settings import Config, DataSettings
 from ssfl.core import outside, plain_files
 from ssfl.core.outside import IN_MEMORY
@@ -62,7 +63,7 @@ def with_method(config: Config | str | Path, method: Method | None) -> Config:
     is the name of a preset or a path, the config is loaded from there first."""
     if not isinstance(config, Config):
         return load_config(config, method=method)
-    return config if method is None else replace(config, method=method)
+    return config if method is None else loading.with_method(config, method)
 
 
 def plain_name(config: Config) -> str:

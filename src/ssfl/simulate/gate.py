@@ -27,6 +27,10 @@ MOST = 1e6
 GROWTH = 2.0
 """Limits how fast the usual length (the median norm of the users' updates) may grow. In a new round, it is at
 most this multiple of the largest usual length in the remembered rounds."""
+LEAST = 0.1
+"""In a new round, the usual length is at least this multiple of the largest usual length in the remembered
+rounds. Otherwise the median could be 0 if half of the users return the model unchanged, and the updates of
+all others would be shortened to nothing."""
 ROUNDS = 10
 """The number of past rounds whose usual length (the median norm of the users' updates) is remembered."""
 LENGTH = 3.0
@@ -66,8 +70,8 @@ class GateResult:
     """[n, P + Q]: the models (P weights and Q running statistics each) after updates that were too long have
     been shortened."""
     usual: Tensor
-    """The usual length of an update in this round: the median norm over the accepted users. It is limited to
-    twice the largest usual length of the remembered rounds."""
+    """The usual length of an update in this round: the median norm over the accepted users. It is at least a
+    tenth of the largest usual length of the remembered rounds, and at most twice this length."""
     times: list[float]
     """For each of the n models, how many times as long as allowed its update is. This is the norm of the
     update, divided by the usual length or by its norm after shortening, whichever gives more."""
@@ -120,8 +124,9 @@ def judge(
     long = [i for i in passed if times[i] > REACH]
     rows = rows.clone()
     rows[long] = sent[long] + (REACH * usual / lengths[long])[:, None] * updates[long]
-    if len(passed) >= FEWEST and sizes:
-        _even(rows, sent, passed, sizes)
+    active = [i for i in passed if lengths[i] > LEAST * _longest(before)]
+    if len(active) >= FEWEST and sizes:
+        _even(rows, sent, active, sizes)
         kept = torch.linalg.vector_norm(rows[passed] - sent[passed], dim=1).clamp(min=tiny)
         for i, factor in zip(passed, (lengths[passed] / kept).clamp(max=MOST).tolist(), strict=True):
             times[i] = max(times[i], factor)
@@ -177,13 +182,16 @@ def weighted(trust: Tensor) -> Tensor:
 
 
 def _usual(lengths: Tensor, before: Tensor | None) -> Tensor:
-    """Returns the usual length of an update in a round: the median of the `lengths`, but at most twice the
-    largest number in `before`. `before` has the usual lengths of earlier rounds. If it is None or all zero,
-    there is no limit."""
-    usual = lengths.median() if len(lengths) else lengths.new_zeros(())
-    if before is not None and bool((before > 0).any()):
-        usual = torch.minimum(usual, GROWTH * before.max().to(usual))
-    return usual
+    """Returns the usual length of an update in a round: the median of the `lengths`, but at least a tenth of
+    the largest number in `before`, and at most twice this number. `before` has the usual lengths of earlier
+    rounds. If it is None or all zero, there is no limit."""
+    usual, longest = lengths.median() if len(lengths) else lengths.new_zeros(()), _longest(before)
+    return usual.clamp(LEAST * longest, GROWTH * longest) if longest else usual
+
+
+def _longest(before: Tensor | None) -> float:
+    """Returns the largest usual length of the remembered rounds, or 0 if it is not known."""
+    return 0.0 if before is None else float(before.max())
 
 
 def remembered(before: Tensor, usual: Tensor, server: Tensor | float) -> Tensor:
