@@ -27,6 +27,8 @@ def carry_out(start: Any, quiet: bool, json_only: bool) -> None:
         if result.verdict is not None:
             print(result.verdict)
         diagnosis = collapse.judge(gather.read(result.path, result.path.name))
+        path = shlex.quote(str(result.path))
         if diagnosis.bad:
-            command = f"ssfl report {shlex.quote(str(result.path))}"
-            print(f"{diagnosis.head} {diagnosis.text} See `{command}`", file=sys.stderr)
+            print(f"{diagnosis.head} {diagnosis.text} See `ssfl report {path}`", file=sys.stderr)
+        elif sys.stderr.isatty():  # for a person, not for a log
+            print(f"next: `ssfl report {path}` or `ssfl predict {path} IMAGE`", file=sys.stderr)
