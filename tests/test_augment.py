@@ -16,7 +16,6 @@ from ssfl.data.augment import (
     OPERATIONS,
     STRONG_DRAWS,
     WEAK_DRAWS,
-    _weight_table,
     apply_operation,
     normalise,
     strong,
@@ -24,6 +23,7 @@ from ssfl.data.augment import (
     weak,
     weak_views,
 )
+from ssfl.data.operations import weight_table
 
 SIZES = [(8, 8), (28, 28), (32, 32), (20, 37)]
 PILLOW_BLEND = Image.blend  # the tests may put another in its place
@@ -173,7 +173,7 @@ def test_blend_is_pillows_for_every_pair_of_levels(v: int) -> None:
     """Images reach few of the 65 536 pairs, and float32 rounding matters in few of those."""
     other, image = (np.asarray(each) for each in level_pairs())
     expected = Image.blend(*level_pairs(), 0.05 + 0.09 * v)
-    weights = _weight_table()[:, v].numpy()
+    weights = weight_table()[:, v].numpy()
     for_image, _, for_other, _ = weights[OPERATIONS.index("Contrast")]
     np.testing.assert_array_equal((for_other * other + for_image * image) >> 22, expected)
     for name, column in (("Brightness", 0), ("Color", 1), ("Sharpness", 3)):

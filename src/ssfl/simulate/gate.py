@@ -28,9 +28,9 @@ GROWTH = 2.0
 """Limits how fast the usual length (the median norm of the users' updates) may grow. In a new round, it is at
 most this multiple of the largest usual length in the remembered rounds."""
 LEAST = 0.1
-"""In a new round, the usual length is at least this multiple of the largest usual length in the remembered
-rounds. Otherwise the median could be 0 if half of the users return the model unchanged, and the updates of
-all others would be shortened to nothing."""
+"""If half of the users return the model unchanged, the median is 0, and the updates of the others would be
+shortened to nothing. So if the two middle lengths differ, the usual length may lie between them. Then it is
+at most this multiple of the largest usual length in the remembered rounds."""
 ROUNDS = 10
 """The number of past rounds whose usual length (the median norm of the users' updates) is remembered."""
 LENGTH = 3.0
@@ -70,8 +70,8 @@ class GateResult:
     """[n, P + Q]: the models (P weights and Q running statistics each) after updates that were too long have
     been shortened."""
     usual: Tensor
-    """The usual length of an update in this round: the median norm over the accepted users. It is at least a
-    tenth of the largest usual length of the remembered rounds, and at most twice this length."""
+    """The usual length of an update in this round: the median norm over the accepted users. It is limited to
+    twice the largest usual length of the remembered rounds."""
     times: list[float]
     """For each of the n models, how many times as long as allowed its update is. This is the norm of the
     update, divided by the usual length or by its norm after shortening, whichever gives more."""
@@ -124,7 +124,9 @@ def judge(
     long = [i for i in passed if times[i] > REACH]
     rows = rows.clone()
     rows[long] = sent[long] + (REACH * usual / lengths[long])[:, None] * updates[long]
-    active = [i for i in passed if lengths[i] > LEAST * _longest(before)]
+    # if half of the users are idle, the median would be 0 in every tensor
+    half_idle = bool(passed) and bool(lengths[passed].median() < usual)
+    active = [i for i in passed if lengths[i] >= usual] if half_idle else passed
     if len(active) >= FEWEST and sizes:
         _even(rows, sent, active, sizes)
         kept = torch.linalg.vector_norm(rows[passed] - sent[passed], dim=1).clamp(min=tiny)
@@ -182,16 +184,22 @@ def weighted(trust: Tensor) -> Tensor:
 
 
 def _usual(lengths: Tensor, before: Tensor | None) -> Tensor:
-    """Returns the usual length of an update in a round: the median of the `lengths`, but at least a tenth of
-    the largest number in `before`, and at most twice this number. `before` has the usual lengths of earlier
-    rounds. If it is None or all zero, there is no limit."""
-    usual, longest = lengths.median() if len(lengths) else lengths.new_zeros(()), _longest(before)
-    return usual.clamp(LEAST * longest, GROWTH * longest) if longest else usual
+    """Returns the usual length of an update in a round: the median of the `lengths`, but at most twice the
+    largest number in `before`. `before` has the usual lengths of earlier rounds. If it is None or all zero,
+    there is no limit.
 
-
-def _longest(before: Tensor | None) -> float:
-    """Returns the largest usual length of the remembered rounds, or 0 if it is not known."""
-    return 0.0 if before is None else float(before.max())
+    If the number of users is even, the median is the smaller one of the two middle lengths, so that one user
+    of two cannot raise it. It is raised to a tenth of the largest number in `before`, or to the larger middle
+    length if that is less.
+    """
+    if not len(lengths):
+        return lengths.new_zeros(())
+    usual, larger = lengths.median(), -(-lengths).median()
+    if before is not None and bool((before > 0).any()):
+        longest = before.max().to(usual)
+        usual = torch.maximum(usual, torch.minimum(larger, LEAST * longest))
+        usual = torch.minimum(usual, GROWTH * longest)
+    return usual
 
 
 def remembered(before: Tensor, usual: Tensor, server: Tensor | float) -> Tensor:

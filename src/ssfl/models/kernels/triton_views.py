@@ -14,17 +14,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ssfl.data import augment
+from ssfl.data import augment, operations
 from ssfl.models.kernels.launching import launch
 from ssfl.models.kernels.triton_draws import below, fold
 
-OPERATIONS = tl.constexpr(len(augment.OPERATIONS))
+OPERATIONS = tl.constexpr(len(operations.OPERATIONS))
 IDENTITY, AUTOCONTRAST, EQUALIZE = (
-    tl.constexpr(augment.OPERATIONS.index(name)) for name in ("Identity", "AutoContrast", "Equalize")
+    tl.constexpr(operations.OPERATIONS.index(name)) for name in ("Identity", "AutoContrast", "Equalize")
 )
 WEAK_DRAWS, STRONG_DRAWS = tl.constexpr(augment.WEAK_DRAWS), tl.constexpr(augment.STRONG_DRAWS)
-FRACTION, CUTOUT_FILL = tl.constexpr(augment.FRACTION), tl.constexpr(augment.CUTOUT_FILL)
-ONE = tl.constexpr(1 << augment.FRACTION)
+FRACTION, CUTOUT_FILL = tl.constexpr(operations.FRACTION), tl.constexpr(augment.CUTOUT_FILL)
+ONE = tl.constexpr(1 << operations.FRACTION)
 
 
 class Tables(NamedTuple):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ssfl.data import augment
+from ssfl.data import augment, operations
 from ssfl.models.kernels import convolution
 
 if TYPE_CHECKING:
@@ -63,7 +63,9 @@ def tables(images: Tensor) -> "Tables":
     height, width = images.shape[2:]
     key = height, width, images.device
     if key not in _TABLES:
-        _TABLES[key] = Tables(*(table.to(images.device) for table in augment.operation_tables(height, width)))
+        _TABLES[key] = Tables(
+            *(table.to(images.device) for table in operations.operation_tables(height, width))
+        )
     return _TABLES[key]
 
 
