@@ -19,7 +19,6 @@ from typing import Any
 
 from benchmarks import report
 from ssfl.config.loading import load_config
-from ssfl.contest.standings import paired
 from ssfl.errors import ConfigError, DivergedError
 from ssfl.runs import assemble, same, text, train
 from ssfl.runs import folder as runs
@@ -188,9 +187,20 @@ def _lines(names: list[str], rows: list[dict[str, Any]]) -> list[list[str]]:
     for name, seeds in accuracies.items():
         mean = refused.get(name, f"{statistics.mean(seeds.values()):.2f}" if seeds else "diverged")
         spread = f" ± {statistics.stdev(seeds.values()):.2f}" if len(seeds) > 1 else ""
-        against = "" if name == names[0] else paired(seeds, accuracies[names[0]], "+")
+        against = "" if name == names[0] else _difference(seeds, accuracies[names[0]])
         lines.append([name, mean + spread, against])
     return lines
+
+
+def _difference(ours: dict[int, float], theirs: dict[int, float]) -> str:
+    """Returns the mean of `ours` minus `theirs` over their common seeds with its standard error as text, such
+    as "+1.20 ± 0.31". Both arguments are accuracies by seed. The standard error is left out for a single
+    seed, and the text is "–" if there is no common seed."""
+    apart = [ours[seed] - theirs[seed] for seed in ours if seed in theirs]
+    if not apart:
+        return "–"
+    error = f" ± {statistics.stdev(apart) / len(apart) ** 0.5:.2f}" if len(apart) > 1 else ""
+    return f"{statistics.mean(apart):+.2f}{error}"
 
 
 if __name__ == "__main__":

@@ -177,17 +177,6 @@ def difference(ours: dict[int, float], theirs: dict[int, float]) -> tuple[float,
     return statistics.mean(apart), None if half is None else float(half)
 
 
-def paired(ours: dict[int, float], theirs: dict[int, float], sign: str = "") -> str:
-    """Returns the mean of `ours` minus `theirs` over their common seeds with its standard error as text, such
-    as "1.20 ± 0.31". Both arguments are accuracies by seed. The standard error is left out for a single seed,
-    and the text is "–" if there is no common seed. With `sign` = "+", positive numbers get a plus sign."""
-    apart = [ours[seed] - theirs[seed] for seed in ours if seed in theirs]
-    if not apart:
-        return "–"
-    error = f" ± {statistics.stdev(apart) / len(apart) ** 0.5:.2f}" if len(apart) > 1 else ""
-    return f"{statistics.mean(apart):{sign}.2f}{error}"
-
-
 def _interval(standing: Standing, first: Standing) -> list[float | None] | None:
     """Returns how many percentage points the first (best) method is better than this one, as [mean, low,
     high]. Low and high are the ends of the 95 % interval, or None for a single seed. Returns None for the
