@@ -4,9 +4,11 @@ that was stopped ends in the same bytes."""
 import ast
 import json
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,8 +18,9 @@ from documents import ROOT
 from ssfl.config.loading import load_config
 from ssfl.config.settings import Config
 from ssfl.core import outside
-from ssfl.federation import Look
-from ssfl.methods import find
+from ssfl.errors import ConfigError, MethodError
+from ssfl.federation import Fed, Look, Method, State, Step
+from ssfl.methods import METHODS, find, parts, require
 from ssfl.runs import assemble, folder
 
 FILE = ROOT / "examples/own/adamatch.py"
@@ -139,3 +142,175 @@ def test_the_example_for_contests_is_the_method_of_the_preset_pictures() -> None
     assert {field.name: getattr(mine, field.name) for field in fields(mine)} == {
         field.name: getattr(of_preset, field.name) for field in fields(of_preset)
     }
+
+
+def returns(**functions: Any) -> Method:
+    """A method with the paper's defaults but for these functions."""
+    kind: Any = type("Mine", (Method,), functions)
+    method: Method = dataclass(frozen=True)(kind)()
+    return method
+
+
+def with_changed(**changes: Callable[[torch.Tensor], Any]) -> Callable[..., Any]:
+    """A user's loss whose parts are changed by these functions."""
+
+    def user_loss(self: Method, step: Step) -> Any:
+        good = parts.consistency(step, 0.2)
+        return good._replace(**{name: change(getattr(good, name)) for name, change in changes.items()})
+
+    return user_loss
+
+
+def trained(state: State, fed: Fed) -> torch.Tensor:
+    return fed.train_users(state.streams).means
+
+
+def records(**metrics: Any) -> Callable[..., State]:
+    def round(self: Method, state: State, fed: Fed) -> State:
+        fed.record(**metrics)
+        return state.next(trained(state, fed))
+
+    return round
+
+
+MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
+    "no loss": ({"user_loss": lambda self, step: None}, "Losses"),
+    "a tensor as loss": ({"user_loss": lambda self, step: step.forward(step.weak).sum((1, 2))}, "Losses"),
+    "no loss at the server": ({"server_loss": lambda self, step: None}, "Losses"),
+    "a mask for each user": ({"user_loss": with_changed(mask=lambda mask: mask.mean(1))}, "mask"),
+    "a mask of bools": ({"user_loss": with_changed(mask=lambda mask: mask > 0)}, "mask"),
+    "no labels": ({"user_loss": with_changed(label=lambda label: None)}, "label"),
+    "one loss for all users": ({"user_loss": with_changed(loss=lambda loss: loss.mean())}, "loss"),
+    "no state": ({"round": lambda self, state, fed: None}, "round"),
+    "the same state": ({"round": lambda self, state, fed: state}, "round"),
+    "a row": ({"round": lambda self, state, fed: state.next(trained(state, fed)[0])}, "streams"),
+    "all users": ({"round": lambda self, s, fed: s.next(fed.train_users(s.streams))}, "streams"),
+    "a short average": ({"round": lambda self, s, fed: s.next(s.streams, s.average[1:])}, "average"),
+    "two numbers": ({"round": records(mine=torch.tensor([1.0, 2.0]))}, "mine"),
+    "a word": ({"round": records(mine="high")}, "mine"),
+}
+
+
+@pytest.mark.parametrize("engine", ["loop", "vmap"])
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_what_a_method_returns_by_mistake_is_one_line(
+    mistake: str, engine: str, quick: Callable[..., Config]
+) -> None:
+    functions, key = MISTAKES[mistake]
+    config = replace(quick(f"run.engine={engine}"), method=returns(**functions))
+
+    def played() -> None:
+        sim = assemble.make(config)
+        sim.play(sim.initial())
+
+    with pytest.raises(MethodError) as caught:
+        played()
+    assert caught.value.key == key
+    assert "\n" not in str(caught.value)
+
+
+def test_a_recorded_tensor_with_one_number_is_that_number(quick: Callable[..., Config]) -> None:
+    method = returns(round=records(mine=torch.tensor([1.5]), count=2))
+    sim = assemble.make(replace(quick(), method=method))
+    event = json.loads(json.dumps(sim.play(sim.initial())[1][0]))
+    assert (event["mine"], event["count"]) == (1.5, 2)
+
+
+class Undecorated(Method):
+    tau: float = 0.5
+
+
+@dataclass(frozen=True)
+class OverUndecorated(Undecorated):
+    share: float = 0.5
+
+
+@dataclass(frozen=True)
+class FieldNamedName(Method):
+    name: float = 0.5  # type: ignore[assignment]
+
+
+@dataclass(frozen=True)
+class NoClassVar(Method):
+    start: str = "user"  # type: ignore[misc]
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "no dataclass": (Undecorated, "Undecorated"),
+    "a base that is no dataclass": (OverUndecorated, "Undecorated"),
+    "a field called name": (FieldNamedName, "name"),
+    "a field that hides an attribute": (NoClassVar, "start"),
+    "users_loss": (lambda: returns(users_loss=lambda self, step: None), "users_loss"),
+    "rounds": (lambda: returns(rounds=lambda self, state, fed: state), "rounds"),
+    "need": (lambda: returns(need=lambda self: ()), "need"),
+    "an unknown need": (lambda: returns(needs=lambda self: ("model",)), "needs"),
+    "a word instead of a tuple": (lambda: returns(uses=lambda self: "weak"), "uses"),
+    "an unknown use": (lambda: returns(uses=lambda self: ("weak", "gentle")), "uses"),
+}
+
+
+@pytest.mark.parametrize("mistake", REFUSED)
+def test_a_class_with_a_mistake_is_refused_before_it_trains(
+    mistake: str, quick: Callable[..., Config]
+) -> None:
+    make, key = REFUSED[mistake]
+    for use in (
+        lambda method: public.load_config("quickstart", SHORT, method=method),
+        lambda method: public.run(quick(), "run", method=method),
+        lambda method: public.Federation(quick(), out="run", method=method),
+        lambda method: public.check(method),
+    ):
+        with pytest.raises(MethodError) as caught:
+            use(make())
+        assert caught.value.key == key
+    assert not Path("run").exists()
+
+
+def test_a_misspelt_function_is_refused_on_the_command_line(ssfl: Call) -> None:
+    Path("mine.py").write_text(
+        "import ssfl\n\nclass Mine(ssfl.Method):\n    def users_loss(self, step): ...\n", "utf-8"
+    )
+    code, _, err = ssfl("run", *sets("method.name=mine.py:Mine"))
+    assert (code, len(err.splitlines())) == (2, 1)
+    assert "did you mean user_loss?" in err
+
+
+def test_the_methods_of_the_package_and_of_the_examples_are_accepted() -> None:
+    examples = [NAME, f"{ROOT / 'examples/own/relative.py'}:Relative"]
+    for name in examples:
+        outside.trust(name)
+    for name in [*METHODS, *examples]:
+        require(find(name)())
+
+
+@dataclass(frozen=True)
+class Helpers(Method):
+    """Its own functions are called like hooks, but not very much."""
+
+    def trained_users(self) -> None: ...
+    def labelled(self) -> None: ...
+    def loss(self) -> None: ...
+    def checked(self) -> None: ...
+    def _users_loss(self) -> None: ...
+
+
+def test_helpers_of_a_method_are_accepted() -> None:
+    assert require(Helpers()) == Helpers()
+
+
+def test_arguments_of_a_wrong_type_are_one_line(quick: Callable[..., Config]) -> None:
+    run: Any = public.run
+    federation: Any = public.Federation
+    for start in (run, federation):
+        for arguments, key in (
+            ({"method": "grouping"}, "method"),
+            ({"method": Helpers}, "method"),
+            ({"data": np.zeros((10, 8, 8))}, "data"),
+        ):
+            with pytest.raises(ConfigError) as caught:
+                start(quick(), out="run", **arguments)
+            assert caught.value.key == key
+            assert "\n" not in str(caught.value)
+        with pytest.raises(ConfigError, match="dict"):
+            start({"split": {"users": 20}}, out="run")
+    assert not Path("run").exists()

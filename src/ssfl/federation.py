@@ -24,8 +24,8 @@ from ssfl.core.step import METRICS, Batch, Labels, Look, Loss, Named, Step
 from ssfl.errors import MethodError
 
 __all__ = [
-    "METRICS", "NEEDS", "Batch", "Fed", "Labels", "Look", "Loss", "Method", "Momentum", "Named", "State",
-    "Step", "Trained", "Users", "paper_round",
+    "METRICS", "NEEDS", "USES", "Batch", "Fed", "Labels", "Look", "Loss", "Method", "Momentum", "Named",
+    "State", "Step", "Trained", "Users", "paper_round",
 ]  # fmt: skip
 
 NEEDS = {
@@ -39,6 +39,8 @@ NEEDS = {
 """The words that a method may return from `needs()`, each with its meaning. They say what the method needs
 from the users. They decide whether the method can run in several processes, with differential privacy, and
 with real sites."""
+USES = ("weak", "strong", "received")
+"""The words that a method may return from `uses()`: the inputs of the users' training steps."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,12 @@ class State:
                 f"round() stores {names} in the method's memory, but initial() does not return {names}: add "
                 "it to what initial() returns",
                 key=names,
+            )
+        if not isinstance(streams, Tensor):
+            raise MethodError(
+                f"round() passes a value of type {type(streams).__name__} to state.next(): pass the groups' "
+                "models as a tensor, such as users.means",
+                key="streams",
             )
         momentum = self.momentum
         for result in momentum_of:

@@ -196,8 +196,10 @@ def unchecked(
         _check_method(name, method_settings)
     if method is None and resolved and outside.is_outside(name) and not outside.is_trusted(name):
         method = methods.recorded(name, method_settings)
-    if method is None:
-        method = _section("method", methods.find(name), method_settings)
+    else:
+        method = methods.require(
+            _section("method", methods.find(name), method_settings) if method is None else method
+        )
     defaults = {} if resolved else type(method).defaults
     typed = {
         section: _section(section, kind, {**defaults.get(section, {}), **rest[section]})
@@ -211,6 +213,7 @@ def with_method(config: Config, method: "Method") -> Config:
     """Returns the config with another method. Settings that have defaults of the old method get the defaults
     of the new one, as if the config had been loaded with it. Settings that were set explicitly, or changed
     since the config was loaded, keep their values."""
+    methods.require(method)
     if config.explicit is None:
         return dataclasses.replace(config, method=method)
     old, new, changed = type(config.method).defaults, type(method).defaults, dict[str, Any]()
@@ -253,6 +256,12 @@ def presets() -> list[str]:
 def _read(source: str | Path) -> dict[str, Any]:
     """Returns the settings of a preset, of a TOML file, or of a folder that holds ssfl.toml or images, as
     {section: {key: value}}."""
+    if not isinstance(source, str | Path):
+        raise ConfigError(
+            f"the config is of type {type(source).__name__}: pass the name of a preset, a file or a folder. "
+            'To change settings, use ssfl.load_config("quickstart", ["split.users=20"])',
+            value=source,
+        )
     path = Path(source)
     if path.suffix != ".toml":
         path = CONFIGS / f"{source}.toml"

@@ -8,6 +8,7 @@ in a step.
 """
 
 import copy
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -227,7 +228,7 @@ def evaluated(loss: Loss, step: Step, extra: Sequence[str] = ()) -> tuple[Tensor
 
     `extra` are the names of further metrics that the method declares.
     """
-    result = loss(step)
+    result = _losses(loss, step)
     total = of_models(result, step.batch)
     mask, labels = result.mask, step.batch.labels
     correct = (result.label == labels).to(mask.dtype) * mask
@@ -249,6 +250,47 @@ def evaluated(loss: Loss, step: Step, extra: Sequence[str] = ()) -> tuple[Tensor
     return total, metrics, {name: buffer.detach() for name, buffer in step.buffers.items()}
 
 
+def _losses(loss: Loss, step: Step) -> Losses:
+    """Returns the result of a method's loss function. Raises MethodError if it is not an `ssfl.Losses` with
+    tensors of the right shapes."""
+    result = loss(step)
+    if not isinstance(result, Losses):
+        raise MethodError(
+            f"{_name(loss)} returned {_in_words(result)}: return ssfl.Losses(loss, mask, label)", key="Losses"
+        )
+    shape = step.batch.labels.shape
+    for name, value in (("loss", result.loss), ("mask", result.mask), ("label", result.label)):
+        fits = isinstance(value, Tensor) and (
+            value.shape == shape or (name == "loss" and value.shape == shape[:1])
+        )
+        if not fits:
+            one = f" or {list(shape[:1])}, one number for each model" if name == "loss" else ""
+            raise MethodError(
+                f"{_name(loss)} returned {_in_words(value)} as Losses.{name}: return a tensor of shape "
+                f"{list(shape)}, one number for each image{one}",
+                key=name,
+            )
+    if not result.mask.is_floating_point():
+        raise MethodError(
+            f"{_name(loss)} returned a tensor of type {result.mask.dtype} as Losses.mask: return floats "
+            "from 0 to 1, such as mask.to(loss.dtype)",
+            key="mask",
+        )
+    return result
+
+
+def _name(loss: Loss) -> str:
+    """Returns the name of a loss function with that of its class, such as "Mine.user_loss"."""
+    return str(getattr(loss, "__qualname__", type(loss).__name__)).replace("<locals>.", "")
+
+
+def _in_words(value: Any) -> str:
+    """Returns in words what a method's function returned, such as "a tensor of shape [4, 16]"."""
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {list(value.shape)}"
+    return "None" if value is None else f"a value of type {type(value).__name__}"
+
+
 def of_models(result: Losses, batch: Batch) -> Tensor:
     """Returns the loss of each of n models, [n]. If `result` has one loss per image, the model's loss is
     their sum, weighted by `batch.shares`; usually this is the mean. If `result` already has one loss per
@@ -260,8 +302,9 @@ def with_own_labels(loss: Loss) -> Loss:
     """Returns a new loss function: the given loss plus the cross-entropy on labelled images that the users
     themselves have. A user without labelled images has only the given loss."""
 
+    @functools.wraps(loss)  # so that errors name the method's function
     def both(step: Step) -> Losses:
-        result = loss(step)
+        result = _losses(loss, step)
         if step.own is None or step.own_labels is None:
             return result
         logits = step.forward(step.own, draw="labelled")

@@ -6,7 +6,10 @@ torch, which would take seconds.
 """
 
 import ast
-from dataclasses import dataclass, field, make_dataclass
+import difflib
+import inspect
+from collections.abc import Collection
+from dataclasses import dataclass, field, fields, make_dataclass
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -14,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ssfl.core import outside
 from ssfl.core.fields import closest, setting
-from ssfl.errors import ConfigError
+from ssfl.errors import ConfigError, MethodError
 
 if TYPE_CHECKING:
     from ssfl.federation import Method
@@ -45,6 +48,10 @@ METHODS = {
 DEFAULT = "anchored"
 BASELINE = "server-only"
 """The method that others are compared with by default: the server trains alone, without users."""
+
+MISSPELT = 0.85
+"""How similar (see `difflib`) the name of a function must be to that of one of `ssfl.Method`, to be taken for
+a misspelling of it."""
 
 
 def check_name(name: str) -> None:
@@ -112,6 +119,70 @@ def recorded(name: str, values: dict[str, Any]) -> "Method":
     return method
 
 
+def require(method: Any) -> "Method":
+    """Returns `method` if it is an object of an `ssfl.Method` class without mistakes that can be found before
+    training. Otherwise raises an error."""
+    from ssfl.federation import NEEDS, USES, Method
+
+    if isinstance(method, type) and issubclass(method, Method):
+        name = method.__name__
+        raise ConfigError(f"method is the class {name}: pass an object, method={name}()", key="method")
+    if not isinstance(method, Method):
+        raise ConfigError(
+            f"method = {method!r} is a {type(method).__name__}: pass an object of an ssfl.Method class; "
+            'a name goes into the config: ssfl.load_config("quickstart", ["method.name=grouping"])',
+            key="method",
+            value=method,
+        )
+    _require_class(type(method))
+    for hook, known in (("needs", tuple(NEEDS)), ("uses", USES)):
+        words = getattr(method, hook)()
+        listed = isinstance(words, Collection) and not isinstance(words, str)
+        if not listed or not all(word in known for word in words):
+            raise MethodError(
+                f"{type(method).__name__}.{hook} returned {words!r}: return a tuple, with words of "
+                f"{', '.join(known)}",
+                key=hook,
+                value=words,
+            )
+    return method
+
+
+def _require_class(kind: "type[Method]") -> None:
+    """Raises MethodError for mistakes in a class of methods that would otherwise have no effect, or a
+    confusing one: a forgotten @dataclass, a misspelt function, or a field that hides an attribute of
+    `ssfl.Method`."""
+    from ssfl.federation import Method
+
+    hooks = ["label", *(name for name, value in vars(Method).items() if inspect.isfunction(value))]
+    for part in kind.__mro__:
+        if not issubclass(part, Method) or part is Method:
+            continue
+        annotated = [n for n, hint in inspect.get_annotations(part).items() if "ClassVar" not in str(hint)]
+        if annotated and "__dataclass_fields__" not in vars(part):
+            raise MethodError(
+                f"the class {part.__name__} is not a dataclass, so its fields {', '.join(annotated)} are "
+                f"not settings: write @dataclass(frozen=True) above class {part.__name__}",
+                key=part.__name__,
+            )
+        for name, value in vars(part).items():
+            close = difflib.get_close_matches(name, hooks, 1, MISSPELT)
+            if close and not hasattr(Method, name) and not name.startswith("_") and inspect.isroutine(value):
+                raise MethodError(
+                    f"ssfl.Method has no function {name}, which {part.__name__} defines: did you mean "
+                    f"{close[0]}? If not, call it _{name}",
+                    key=name,
+                    fix=close[0],
+                )
+    for field_ in fields(kind):
+        if hasattr(Method, field_.name):
+            raise MethodError(
+                f"{kind.__name__} has a field {field_.name}, but ssfl.Method has an attribute of this name: "
+                f"rename the field, or annotate it as ClassVar to set this attribute",
+                key=field_.name,
+            )
+
+
 def flag(method: "Method") -> str:
     """Returns the remark that tables of results show beside a method. This is the method's `note`, if it has
     one. Otherwise it is a remark that users know their labels, or "" if they do not."""
@@ -132,5 +203,6 @@ def _outside(name: str) -> "type[Method]":
             key="method.name",
             value=name,
         )
+    _require_class(method)
     method.called = name
     return method

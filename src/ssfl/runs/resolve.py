@@ -77,6 +77,12 @@ def with_data(config: Config, data: Data | str | None) -> Config:
     or the import path. If `data` is None, the config is unchanged."""
     if data is None:
         return config
+    if not isinstance(data, Data | str):
+        raise ConfigError(
+            f"data is of type {type(data).__name__}: pass ssfl.Data(images, labels, test_images, "
+            "test_labels), or ssfl.Data.of(train, test) for data sets of torch or Hugging Face",
+            key="data",
+        )
     if isinstance(data, str):
         outside.trust(data)
     name = data if isinstance(data, str) else outside.IN_MEMORY

@@ -7,6 +7,7 @@ from contextlib import closing, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from ssfl import methods
 from ssfl.config import loading
 from ssfl.config.settings import Config, DataSettings
 from ssfl.core import outside, plain_files
@@ -271,6 +272,8 @@ def _with_its_method(config: Config, path: Path, method: Method | None) -> Confi
     `method` is None, or if `method` has other settings than at the start. Also raises if code from a file has
     changed."""
     name = config.method.name
+    if method is not None:
+        methods.require(method)
     if name == outside.IN_MEMORY:
         if method is None:
             line = resuming.command(config, path)

@@ -113,8 +113,18 @@ class Round:
         return torch.tensor(draws.key(seed, purpose, *([self.state.round] if by_round else [])))
 
     def record(self, **metrics: float) -> None:
-        """Adds metrics, by name, to the event of this round."""
-        self.log.metrics |= metrics
+        """Adds metrics, by name, to the event of this round. A tensor with one element counts as its
+        number."""
+        for name, value in metrics.items():
+            try:
+                self.log.metrics[name] = value if isinstance(value, int | float) else float(value)
+            except (TypeError, ValueError, RuntimeError):
+                method = type(self.sim.config.method).__name__
+                shown = " ".join(repr(value).split())[:60]
+                raise MethodError(
+                    f"{method}.round calls fed.record({name}={shown}): pass one number for each name",
+                    key=name,
+                ) from None
 
     def predict(self, rows: Tensor, images: Tensor) -> Tensor:
         """Returns the class probabilities [m, N, classes] that each of the m models `rows` [m, P + Q]

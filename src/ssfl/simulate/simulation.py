@@ -25,6 +25,7 @@ from ssfl.engines import choice
 from ssfl.engines.dist import Dist
 from ssfl.engines.memory import peak
 from ssfl.engines.work import Pool, Work
+from ssfl.errors import MethodError
 from ssfl.federation import Method, State
 from ssfl.models import external
 from ssfl.models.building import is_saved_whole, network_of, plain_network_of
@@ -168,7 +169,7 @@ class Simulation:
         """Runs the method's round through `fed`. Then applies the settings that exist for all methods: the
         server's running statistics, the slow average, and what the gate remembers. Returns the state after
         these changes."""
-        new, log, federation = self.method.round(state, fed), fed.log, self.config.federation
+        new, log, federation = self._next(state, fed), fed.log, self.config.federation
         if self.config.model.norm_statistics == "server" and log.server_row is not None:
             streams, average, count = new.streams.clone(), new.average.clone(), self.layout.weights
             streams[:, count:] = average[count:] = log.server_row[count:]
@@ -190,6 +191,33 @@ class Simulation:
             strikes = new.strikes.clone()
             strikes[[fed.cohort.users[place] for place in log.refused]] += 1
             new = replace(new, strikes=strikes)
+        return new
+
+    def _next(self, state: State, fed: Round) -> State:
+        """Returns the result of the method's function `round`. Raises MethodError if it is not the state
+        after one more round, with models of the right shape."""
+        new, name = self.method.round(state, fed), f"{type(self.method).__name__}.round"
+        if not isinstance(new, State):
+            raise MethodError(
+                f"{name} returned {'None' if new is None else f'a value of type {type(new).__name__}'}: "
+                "return state.next(...)",
+                key="round",
+            )
+        if new.round != state.round + 1:
+            raise MethodError(
+                f"{name} returned the state of round {new.round}, but the next round is {state.round + 1}: "
+                "return state.next(...), which counts the rounds",
+                key="round",
+            )
+        for key, rows, before in (
+            ("streams", new.streams, state.streams), ("average", new.average, state.average),
+        ):  # fmt: skip
+            if rows.shape != before.shape:
+                raise MethodError(
+                    f"{name} returned a state whose {key} has shape {list(rows.shape)}: pass a tensor of "
+                    f"shape {list(before.shape)} to state.next()",
+                    key=key,
+                )
         return new
 
     def prepare(self, round: int) -> None:
