@@ -1,13 +1,16 @@
 """`ssfl check`: the package's methods keep the laws, and methods that break one are told which."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
+from conftest import Call
 from ssfl.core import losses
 from ssfl.core.losses import Losses
-from ssfl.errors import MethodError
+from ssfl.errors import ConfigError, MethodError
 from ssfl.federation import Fed, Labels, Look, Method, State, Step, Users
 from ssfl.methods import METHODS, parts
 from ssfl.runs import laws
@@ -123,6 +126,49 @@ def test_what_a_method_uses_without_declaring_it_is_told() -> None:
     with pytest.raises(MethodError) as caught:
         laws.check(Undeclared())
     assert caught.value.key == "models"
+
+
+@dataclass(frozen=True)
+class Tau(Method):
+    """Its threshold has another name."""
+
+    tau: float = 0.95
+
+    def user_loss(self, step: Step) -> Losses:
+        return parts.consistency(step, self.tau)
+
+
+def test_a_threshold_of_any_name_can_be_set(ssfl: Call) -> None:
+    few = next(law for law in laws.check(Tau()) if not law.holds)
+    assert "Tau(tau=0.2)" in few.detail
+    with pytest.raises(ConfigError):
+        laws.check(Tau(), overrides=["method.tau=0.2"])
+    Path("mine.py").write_text(
+        "from dataclasses import dataclass\nimport ssfl\n@dataclass(frozen=True)\n"
+        "class Tau(ssfl.Method):\n    tau: float = 0.95\n"
+        "    def user_loss(self, step): return ssfl.parts.consistency(step, self.tau)\n",
+        "utf-8",
+    )
+    assert ssfl("check", "mine.py:Tau", "--set", "method.tau=0.2")[0] == 0
+    code, _, err = ssfl("check", "mine.py:Tau", "--set", "method.tu=0.2")
+    assert (code, len(err.splitlines())) == (2, 1)
+
+
+@pytest.mark.slow
+def test_a_threshold_that_was_set_is_kept() -> None:
+    assert not laws.check("alternate", overrides=["method.threshold=1"])[0].holds
+
+
+def wide() -> nn.Module:
+    """A network for images of 1 x 12 x 12 pixels only."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(144, 10))
+
+
+def test_a_network_for_other_images_is_checked_with_them() -> None:
+    with pytest.raises(ConfigError, match=r"data\.size") as caught:
+        laws.check(Plain(), wide)
+    assert caught.value.key == "model.name"
+    assert all(law.holds for law in laws.check(Plain(), wide, ["data.size=12"]))
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from ssfl.cli import verbs
 from ssfl.cli.options import Json
 from ssfl.errors import SsflError
 
@@ -14,6 +15,17 @@ def check(
     model: Annotated[
         str | None,
         typer.Option(help="Your own network: FILE.py:NAME, where NAME is a function that builds it."),
+    ] = None,
+    sets: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Change a setting, such as method.tau=0.5. Repeatable. The images have 1x8x8 pixels and 10 "
+            "classes: data.size=32 resizes them, and data.path=FILE.npz or data.name=FILE.py:NAME takes "
+            "others.",
+            autocompletion=verbs.complete_setting,
+        ),
     ] = None,
     json_only: Json = False,
 ) -> None:
@@ -25,10 +37,10 @@ def check(
     """
     from ssfl.config.loading import check_overrides
 
-    check_overrides([f"method.name={method}"])  # before torch is imported
+    check_overrides([*(sets or []), f"method.name={method}"])  # before torch is imported
     from ssfl.runs import laws
 
-    outcomes = laws.check(method, model)
+    outcomes = laws.check(method, model, sets or [])
     if json_only:
         print(json.dumps([law._asdict() for law in outcomes]))
     else:

@@ -1,12 +1,12 @@
 """The tests of `ssfl check`: rules that a method and a network must follow, because all engines rely on them.
 
-Each rule is tested on the data set of digits, in float64, with a few users and rounds. If a rule is broken,
-the output names the likely cause.
+Each rule is tested on the data set of digits, or on the data that a person chooses, in float64, with a few
+users and rounds. If a rule is broken, the output names the likely cause.
 """
 
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from dataclasses import fields, replace
 from pathlib import Path
@@ -18,8 +18,9 @@ from torch import Tensor
 from ssfl import methods
 from ssfl.config.loading import load_config
 from ssfl.config.settings import Config
+from ssfl.core.outside import IN_MEMORY
 from ssfl.engines.work import make_batch
-from ssfl.errors import MethodError, SsflError, SsflWarning, with_class
+from ssfl.errors import ConfigError, MethodError, SsflError, SsflWarning, with_class
 from ssfl.federation import Method, State
 from ssfl.models.external import Factory
 from ssfl.runs import assemble, checkpoints
@@ -42,6 +43,12 @@ THRESHOLDS = (0.12, 0.15, 0.2, 0.3, 0.5)
 """Confidence thresholds that are tried, one after another, until the mask rate is within `MASKED`. They are
 for methods that have a threshold."""
 
+OTHER_IMAGES = (
+    "The check trains on images with 1 x 8 x 8 pixels and 10 classes, unless a setting says otherwise: use "
+    "--set data.size=32 for another size, --set data.path=FILE.npz or --set data.name=FILE.py:load for others"
+)
+"""What to do if a network does not fit the images of the check."""
+
 
 class Law(NamedTuple):
     """The outcome of testing one rule: its name, whether it holds, and details."""
@@ -52,15 +59,40 @@ class Law(NamedTuple):
     """What was measured and, if the rule is broken, the likely cause."""
 
 
-def check(method: Method | str = methods.DEFAULT, model: Factory | str | None = None) -> list[Law]:
+def check(
+    method: Method | str = methods.DEFAULT,
+    model: Factory | str | None = None,
+    overrides: Iterable[str] = (),
+) -> list[Law]:
     """Tests every rule and returns the outcomes. `method` is a method's name, import path or object. `model`
     is a function that makes the network, or its import path; None takes the network of the preset
-    `quickstart`."""
-    overrides = [*SETTINGS, *([f"method.name={method}"] if isinstance(method, str) else [])]
-    config = load_config("quickstart", overrides, None if isinstance(method, str) else method)
+    `quickstart`.
+
+    `overrides` are settings, such as "method.tau=0.5". The images are the digits, grey and with 8 x 8 pixels.
+    "data.size=32" resizes them, and "data.name=FILE.py:load" or "data.path=FILE.npz" takes other images.
+    """
+    overrides = [overrides] if isinstance(overrides, str) else list(overrides)
+    fixed = any(override.startswith("method.threshold=") for override in overrides)
+    if isinstance(method, str):
+        config = load_config("quickstart", [*SETTINGS, *overrides, f"method.name={method}"])
+    else:
+        for override in overrides:
+            if override.startswith("method."):
+                raise ConfigError(
+                    f"{override} has no effect, because the method is an object: set the field when you make "
+                    f"the object, such as {type(method).__name__}({override.removeprefix('method.')})",
+                    key="overrides",
+                    value=override,
+                )
+        config = load_config("quickstart", [*SETTINGS, *overrides], method)
     with reproducible(), warnings.catch_warnings():
         warnings.simplefilter("ignore", SsflWarning)
-        config, mask = _with_some_labels(config, model)
+        try:
+            config, mask = _with_some_labels(config, model, fixed)
+        except ConfigError as error:
+            if model is None or error.key != "model.name":
+                raise
+            raise ConfigError(f"{error}. {OTHER_IMAGES}", key=error.key, value=error.value) from error
         return list(_laws(config, model, mask))
 
 
@@ -82,7 +114,7 @@ def _laws(config: Config, model: Factory | str | None, mask: float | None) -> It
         ""
         if useful
         else ", so almost all or almost no images are trained on, and the other tests prove nothing: choose "
-        "another threshold"
+        f"another threshold, such as {_another_threshold(config.method, mask or 0.0)}"
     )
     yield Law("some images are trained on and some are not", useful, rated + hint)
     loop = _played(config, model)
@@ -120,12 +152,24 @@ def _laws(config: Config, model: Factory | str | None, mask: float | None) -> It
         )
 
 
-def _with_some_labels(config: Config, model: Factory | str | None) -> tuple[Config, float | None]:
+def _another_threshold(method: Method, rate: float) -> str:
+    """Returns what to type so that a method has a smaller or larger threshold, if its mask rate `rate` is too
+    small or too large. Its first field with a number from 0 to 1 is probably the threshold."""
+    numbers = [one.name for one in fields(method) if isinstance(getattr(method, one.name), float)]
+    likely = [name for name in numbers if 0 < getattr(method, name) <= 1] or numbers or ["tau"]
+    setting = f"{likely[0]}={0.2 if rate < 0.5 else 0.95}"
+    return f"{type(method).__name__}({setting})" if method.name == IN_MEMORY else f"--set method.{setting}"
+
+
+def _with_some_labels(
+    config: Config, model: Factory | str | None, fixed: bool
+) -> tuple[Config, float | None]:
     """Returns the config with a threshold at which some images, but not all, get a pseudo-label. Also returns
-    the mask rate, or None if users do not train. A method without a threshold keeps its settings."""
+    the mask rate, or None if users do not train. A method without a field `threshold` keeps its settings, and
+    so does every method if the person has set the threshold (`fixed`)."""
     has_threshold = any(candidate.name == "threshold" for candidate in fields(config.method))
     tried = [config]
-    if has_threshold:
+    if has_threshold and not fixed:
         tried += [replace(config, method=replace(config.method, threshold=t)) for t in THRESHOLDS]  # type: ignore[call-arg]
     best, rate = config, None
     for candidate in tried:
