@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DIGITS = load_digits()
 X = np.rint(DIGITS.images * (255 / 16)).astype(np.uint8)
 Y = DIGITS.target
+NAMES = np.array([f"d{label}" for label in Y[:400]])
 TEST = (X[1500:], Y[1500:])
 SERVER = np.arange(60)
 USERS = [np.arange(60, 160), np.arange(160, 300), np.arange(300, 350)]
@@ -128,6 +129,36 @@ def test_arrays_in_memory_are_an_npz_file(short: Quick, tmp_path: Path) -> None:
     assert memory.accuracy == file.accuracy
     floats = ssfl.Data(X[:400] / np.float32(255), Y[:400], *TEST)
     assert torch.equal(floats.dataset.images, torch.from_numpy(X[:400])[:, None])
+
+
+@pytest.mark.parametrize("missing", [-1, None])
+def test_labels_may_be_names_with_gaps(missing: int | None) -> None:
+    mixed = [*NAMES[:350].tolist(), *[missing] * 50]
+    test = (X[1500:], [f"d{label}" for label in Y[1500:]])
+    given: dict[str, Any] = {"server": SERVER, "users": USERS}
+    expected = np.r_[Y[:350], [-1] * 50]
+    for labels in (mixed, np.array(mixed, object), np.array(mixed, object)[:, None]):
+        made = ssfl.Data(X[:400], labels, *test, **given).dataset
+        assert made.classes == tuple(f"d{k}" for k in range(10))
+        assert np.array_equal(made.labels, expected)
+    items = list(zip(X[:400], mixed, strict=True))
+    assert np.array_equal(ssfl.Data.of(items, list(zip(*test, strict=True))).dataset.labels, expected)
+    numbers = np.array([*Y[:350].tolist(), *[missing] * 50], object)
+    assert np.array_equal(data(labels=numbers).dataset.labels, expected)
+
+
+def test_text_that_looks_like_no_label_may_be_a_class() -> None:
+    names = np.where(Y == 9, "-1", Y.astype(str))
+    classes = (*"012345678", "-1")
+    made = ssfl.Data(X[:400], names[:400], X[1500:], names[1500:], classes=classes).dataset
+    assert np.array_equal(made.labels, Y[:400])
+
+
+def test_a_boolean_mask_selects_as_its_numbers_do() -> None:
+    mask = np.isin(np.arange(400), SERVER)
+    server = data(server=mask).dataset.server
+    assert server is not None
+    assert np.array_equal(server, SERVER)
 
 
 def test_what_is_missing_of_the_owners_is_dealt(short: Quick) -> None:
@@ -334,12 +365,18 @@ BAD: dict[str, tuple[dict[str, Any], str, Any]] = {
     "empty user": ({"users": [[70], []]}, "users[1]", None),
     "no user": ({"users": []}, "users", None),
     "index out of range": ({"users": [[70], [400]]}, "users[1]", 400),
+    "short mask": ({"server": [True] * 4}, "server", [4]),
+    "long mask of a user": ({"users": [[70], np.ones(401, bool)]}, "users[1]", [401]),
     "negative index": ({"server": [-1]}, "server", -1),
     "no index": ({"server": [0.5]}, "server", "float64"),
     "label out of range": ({"labels": Y[:400] + 1}, "labels", 10),
     "label below": ({"labels": Y[:400] - 2}, "labels", -2),
     "float labels": ({"labels": Y[:400] / 2}, "labels", "float64"),
     "missing class": ({"labels": np.where(Y[:400] == 3, 2, Y[:400])}, "labels", "3"),
+    "text -1": ({"labels": [*NAMES[:399].tolist(), "-1"], "classes": None}, "labels", "-1"),
+    "empty text": ({"labels": np.r_[NAMES[:399], [""]], "classes": None}, "labels", ""),
+    "names and numbers": ({"labels": [*NAMES[:399].tolist(), 3]}, "labels", 3),
+    "too large a number": ({"labels": [*Y[:399], 2**70]}, "labels", 2**70),
     "too few labels": ({"labels": Y[:399]}, "images", 399),
     "unlabelled at the server": ({"labels": np.r_[-1, Y[1:400]]}, "server", -1),
     "classes twice": ({"classes": ["a"] * 10}, "classes", "a"),

@@ -85,18 +85,39 @@ def require_same_length(images: Tensor, labels: Index, what: str) -> None:
 
 
 def _labels(values: Array, what: str) -> NDArray[Any]:
-    """Returns labels as an array [N] of int64 or strings. An argument of shape N x 1 is accepted too."""
+    """Returns labels as an array [N] of int64, or of objects if there are class names. These objects are the
+    names, and None for an image without a label. An argument of shape N x 1 is accepted too."""
     array = _array(values, what)
+    if array.dtype.kind == "U":  # a list as objects, because numpy has turned a -1 among names into text
+        array = np.array(values, dtype=object)
     if array.ndim == 2 and array.shape[1] == 1:
         array = array[:, 0]
-    if array.ndim != 1 or array.dtype.kind not in "biuU":
+    if array.ndim != 1 or array.dtype.kind not in "biuO":
         raise ConfigError(
             f"{what} is an array of {array.dtype} with shape {list(array.shape)}, which cannot be labels: "
             "pass a list of whole numbers or of class names",
             key=what,
             value=str(array.dtype),
         )
-    return array if array.dtype.kind == "U" else array.astype(np.int64)
+    if array.dtype.kind != "O":
+        return array.astype(np.int64)
+    labels = [None if _is_number(label) and label == -1 else label for label in array.tolist()]
+    if all(label is None or _is_number(label) for label in labels):
+        return np.array([-1 if label is None else label for label in labels], np.int64)
+    strange = [label for label in labels if label is not None and not isinstance(label, str)]
+    if strange:
+        label = next((label for label in strange if not _is_number(label)), strange[0])
+        raise ConfigError(
+            f"{what}: the label {str(label)[:100]} is of type {type(label).__name__}: pass only class names "
+            "or only class numbers, and -1 or None for an image without a label",
+            key=what,
+            value=label,
+        )
+    return np.array(labels, object)
+
+
+def _is_number(label: Any) -> bool:
+    return isinstance(label, int | np.integer) and -1 << 63 <= int(label) < 1 << 63
 
 
 def class_numbers(
@@ -107,8 +128,17 @@ def class_numbers(
     train = _labels(labels, "labels")
     if classes is not None:
         names = tuple(map(str, classes))
-    elif train.dtype.kind == "U":
-        names = tuple(str(name) for name in np.unique(train))
+    elif train.dtype.kind == "O":
+        names = tuple(sorted({str(name) for name in train.tolist() if name is not None}))
+        for name in ("-1", ""):
+            if name in names:
+                raise ConfigError(
+                    f"labels: some labels are the text {name!r}, which may be a class, or mark images "
+                    "without a label: pass a list with -1 (a number) or None for these images, or pass "
+                    "classes=... if it is a class",
+                    key="labels",
+                    value=name,
+                )
     else:
         names = tuple(map(str, range(int(train.max(initial=-1)) + 1)))
     if len(set(names)) < len(names):
@@ -141,9 +171,9 @@ def coded_labels(labels: Array, names: tuple[str, ...], what: str) -> Index:
     """Returns labels (numbers or names) as class numbers: positions in `names`, or -1 for no label. Raises
     for a label that is not a class."""
     array = _labels(labels, what)
-    if array.dtype.kind == "U":
-        numbers = {name: number for number, name in enumerate(names)}
-        unknown = set(array.tolist()) - set(names)
+    if array.dtype.kind == "O":
+        numbers: dict[str | None, int] = {name: number for number, name in enumerate(names)} | {None: -1}
+        unknown = set(array.tolist()) - set(numbers)
         if unknown:
             raise ConfigError(
                 f"{what}: {sorted(unknown)[0]!r} is not a class. The classes are {', '.join(names[:12])}: "
@@ -168,6 +198,13 @@ def image_numbers(values: Array, count: int, what: str) -> Index:
     images."""
     array = _array(values, what)
     if array.dtype == bool:
+        if array.shape != (count,):
+            raise ConfigError(
+                f"{what} is a boolean mask of shape {list(array.shape)}, but there are {count} images: pass "
+                "one value for each image, or a list of image numbers",
+                key=what,
+                value=list(array.shape),
+            )
         array = np.flatnonzero(array)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise ConfigError(
@@ -243,7 +280,7 @@ def per_channel(values: Sequence[float] | None, channels: int, what: str) -> tup
 
 
 def read_items(dataset: Any, what: str) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Returns all images [N, H, W, C] and labels [N] of a map-style data set. A missing label is -1."""
+    """Returns all images [N, H, W, C] and labels [N] of a map-style data set. A missing label is None."""
     try:
         count = len(dataset)
     except TypeError:
@@ -256,7 +293,7 @@ def read_items(dataset: Any, what: str) -> tuple[NDArray[Any], NDArray[Any]]:
     for place in range(count):
         image, label = _item(dataset[place], f"{what}[{place}]")
         images.append(_pixels(image, f"{what}[{place}]"))
-        labels.append(-1 if label is None else label if isinstance(label, str) else int(label))
+        labels.append(label if label is None or isinstance(label, str) else int(label))
     channels = max(image.shape[2] for image in images)
     images = [np.repeat(i, channels, 2) if i.shape[2] < channels else i for i in images]
     for place, image in enumerate(images):
@@ -267,7 +304,7 @@ def read_items(dataset: Any, what: str) -> tuple[NDArray[Any], NDArray[Any]]:
                 key=f"{what}[{place}]",
                 value=sizes[0],
             )
-    return np.stack(images), np.asarray(labels)
+    return np.stack(images), np.array(labels, object)
 
 
 def _item(item: Any, what: str) -> tuple[Any, Any]:

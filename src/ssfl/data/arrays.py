@@ -43,9 +43,9 @@ class Data:
     """Your own images in memory, and who owns them.
 
     `images` and `test_images` are numpy or torch arrays [N, H, W] or [N, H, W, C], where C is 1 or 3. They
-    are uint8, or floats from 0 to 1. `labels` are class numbers, starting at 0, or class names; -1 marks an
-    image without a label. `classes` are the names of the classes, in the order of their numbers. `unlabelled`
-    has further images without labels, which are numbered after `images`.
+    are uint8, or floats from 0 to 1. `labels` are class numbers, starting at 0, or class names; -1 or None
+    marks an image without a label. `classes` are the names of the classes, in the order of their numbers.
+    `unlabelled` has further images without labels, which are numbered after `images`.
 
     `server` is an array of image numbers: the server's labelled images. `users` is a list of such arrays, or
     a dict of them by user name. No two owners may share an image. If you leave out `server` or `users`, the
