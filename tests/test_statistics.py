@@ -26,6 +26,14 @@ def test_mcnemar_is_a_binomial_test(won: int, lost: int) -> None:
     assert statistics.mcnemar(won, lost) == pytest.approx(p, abs=1e-12)
 
 
+def test_mcnemar_is_the_sum_of_binomial_coefficients() -> None:
+    for total in range(1, 40):
+        for won in range(total + 1):
+            tail = sum(math.comb(total, k) for k in range(min(won, total - won) + 1))
+            assert statistics.mcnemar(won, total - won) == min(1.0, 2 * tail / 2**total)
+    assert statistics.mcnemar(24_800, 25_200) == pytest.approx(binomtest(24_800, 50_000).pvalue, rel=1e-9)
+
+
 def test_paired_interval_is_the_published_one() -> None:
     """Newcombe 1998 (Statistics in Medicine 17: 2635-2650), method 10, of the table 36, 12, 2, 0."""
     assert statistics.paired_interval(50, 48, 38, 12, 2) == pytest.approx((0.0569, 0.3404), abs=5e-5)
@@ -63,10 +71,11 @@ def test_balanced_accuracy_and_confusion_are_scikit_learns() -> None:
     labels, guesses = draw.integers(0, 3, 50), draw.integers(0, 3, 50)
     matrix = statistics.confusion(labels.tolist(), guesses.tolist(), 3)
     assert matrix == confusion_matrix(labels, guesses).tolist()
-    each = [row[k] / sum(row) for k, row in enumerate(matrix)]
+    each = statistics.class_accuracies(matrix)
     assert statistics.balanced(each) == pytest.approx(balanced_accuracy_score(labels, guesses))
     assert statistics.balanced([*each, None]) == statistics.balanced(each)  # a class without images
     assert statistics.balanced([None]) is None
+    assert statistics.class_accuracies([[3, 1], [0, 0]]) == [0.75, None]
 
 
 def test_classes_are_uneven_when_one_is_far_larger() -> None:

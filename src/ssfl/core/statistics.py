@@ -112,7 +112,10 @@ def mcnemar(won: int, lost: int) -> float:
     total = won + lost
     if not total:
         return 1.0
-    tail = sum(math.comb(total, k) for k in range(min(won, lost) + 1))
+    tail = term = 1  # `term` is the binomial coefficient of total and k
+    for k in range(min(won, lost)):
+        term = term * (total - k) // (k + 1)
+        tail += term
     return float(min(1.0, 2 * tail / 2**total))
 
 
@@ -123,6 +126,12 @@ def confusion(labels: Sequence[int], predicted: Sequence[int], classes: int) -> 
     for label, guess in zip(labels, predicted, strict=True):
         matrix[label][guess] += 1
     return matrix
+
+
+def class_accuracies(matrix: Sequence[Sequence[int]]) -> list[float | None]:
+    """Returns the accuracy on the images of each class, from a confusion matrix; None for a class without
+    images."""
+    return [row[k] / sum(row) if sum(row) else None for k, row in enumerate(matrix)]
 
 
 def balanced(class_accuracy: Sequence[float | None]) -> float | None:

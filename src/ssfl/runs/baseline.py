@@ -183,7 +183,7 @@ class Held:
         predicted = self.alone if kept_alone and self.alone is not None else self.federated
         truth = self.labels.tolist()
         matrix = statistics.confusion(truth, predicted.tolist(), self.classes)
-        each = [row[k] / sum(row) if sum(row) else None for k, row in enumerate(matrix)]
+        each = statistics.class_accuracies(matrix)
         correct = sum(row[k] for k, row in enumerate(matrix))
         return {
             "folds": self.folds, "rounds": self.rounds, "groups": self.groups, "correct": correct,

@@ -73,7 +73,7 @@ class Evaluation:
     @property
     def class_accuracy(self) -> list[float | None]:
         """The accuracy on the images of each class; None for a class without images."""
-        return [row[k] / sum(row) if sum(row) else None for k, row in enumerate(self.confusion)]
+        return statistics.class_accuracies(self.confusion)
 
     @property
     def balanced_accuracy(self) -> float:

@@ -71,8 +71,7 @@ def compare(on: str, labels: Tensor, federated: Tensor, alone: Tensor, classes: 
     balanced, rights = [], []
     for predicted in (federated.tolist(), alone.tolist()):
         matrix = statistics.confusion(truth, predicted, classes)
-        each = [row[k] / sum(row) if sum(row) else None for k, row in enumerate(matrix)]
-        balanced.append(statistics.balanced(each))
+        balanced.append(statistics.balanced(statistics.class_accuracies(matrix)))
         rights.append([a == b for a, b in zip(truth, predicted, strict=True)])
     counts = [truth.count(k) for k in range(classes)]
     pair = statistics.paired(*rights)
