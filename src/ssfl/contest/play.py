@@ -264,7 +264,7 @@ def _played(entry: Entry, tell: Tell, quiet: bool) -> Path | None:
             f"{entry.path} is in use by another process: run the same command again when it has ended",
             value=str(entry.path),
         ) from error
-    if result.stopped is not None:
+    if result.stopped is not None and result.stopped_by is not None:
         raise round_loop.SweepInterrupted(result.stopped, result.stopped_by)
     return entry.path
 

@@ -1,7 +1,6 @@
 """Finishes a run: writes its model file with a model card, and summary.json, and returns its result."""
 
 import math
-import signal
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -42,9 +41,9 @@ class Result:
     stopped: int | None = None
     """The number of the last round, if Ctrl-C or SIGTERM came during it; otherwise None. The run itself is
     finished, but a command that does several runs must stop now."""
-    stopped_by: int = signal.SIGINT
-    """The number of the signal that came during the last round: SIGINT (Ctrl-C) or SIGTERM. It has no meaning
-    if `stopped` is None."""
+    stopped_by: int | None = None
+    """The number of the signal that came during the last round: SIGINT (Ctrl-C) or SIGTERM; None if `stopped`
+    is None."""
     summary: dict[str, Any] = field(default_factory=dict, repr=False)
     """The content of summary.json. Among others, it has the accuracy with its confidence interval and number
     of images, the time and the bytes sent. It also has the verdict: whether the unlabelled images helped."""
