@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import ssfl
 from hand_rounds import Trainer, make_round, play
@@ -326,27 +327,49 @@ def test_attackers_send_what_they_are_said_to(quick: Make) -> None:
     assert len(attacks.attacking_users(10, 0.2, 1)) == 2
     sent = sim.initial().average
     row = sent + 1
-    assert torch.allclose(attacks.corrupt("sign", sent, row, sim.layout, 5), sent - 1)
-    assert torch.allclose(attacks.corrupt("sign", sent, row, sim.layout, 5, 2.5), sent - 2.5)
-    ascent = attacks.corrupt("ascent", sent, row, sim.layout, 5) - sent
+    assert torch.allclose(attacks.corrupt("sign", sent, row, sim.layout, 10, 5), sent - 1)
+    assert torch.allclose(attacks.corrupt("sign", sent, row, sim.layout, 10, 5, 2.5), sent - 2.5)
+    ascent = attacks.corrupt("ascent", sent, row, sim.layout, 10, 5) - sent
     assert float(ascent.norm()) == pytest.approx(attacks.ASCENT * float(sent.norm()), rel=1e-5)
     assert float(torch.cosine_similarity(ascent, sent - row, 0)) == pytest.approx(1, abs=1e-5)
-    slow = attacks.corrupt("slow", sent, row, sim.layout, 5) - sent
+    slow = attacks.corrupt("slow", sent, row, sim.layout, 10, 5) - sent
     assert float(slow.norm()) == pytest.approx(float((row - sent).norm()), rel=1e-5)
-    shifted = attacks.corrupt("shift", sent, sent, sim.layout, 5) - sent
+    shifted = attacks.corrupt("shift", sent, sent, sim.layout, 10, 5) - sent
     assert float(torch.cosine_similarity(slow, shifted, 0)) == pytest.approx(1, abs=1e-5)
     kinds = [attacks.kind_in("alternating", round) for round in range(4)]
     assert kinds == [None, "sign", None, "sign"]
     assert attacks.kind_in("shift", 2) == "shift"
-    noisy = attacks.corrupt("noise", sent, row, sim.layout, 5)
-    assert torch.equal(noisy, attacks.corrupt("noise", sent, row, sim.layout, 5))
+    noisy = attacks.corrupt("noise", sent, row, sim.layout, 10, 5)
+    assert torch.equal(noisy, attacks.corrupt("noise", sent, row, sim.layout, 10, 5))
     assert 0.3 < float((noisy - row).std() / row.abs().mean()) < 3
     images = sim.pool.normalised(sim.pool.images[:20], torch.float32)
     answers = []
-    for weights in (sent, attacks.corrupt("shift", sent, sent, sim.layout, 5)):
+    for weights in (sent, attacks.corrupt("shift", sent, sent, sim.layout, 10, 5)):
         write_row(sim.model.eval(), sim.layout, weights)
         answers.append(sim.model(images).argmax(1))
     assert torch.equal((answers[0] + 1) % 10, answers[1])
+
+
+def without_bias() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 10), nn.ReLU(), nn.Linear(10, 10, bias=False))
+
+
+@pytest.mark.parametrize("kind", ["a last layer without bias", "fedmatch"])
+def test_shifted_outputs_are_those_of_the_next_class(quick: Make, kind: str) -> None:
+    sim = (
+        assemble.make(quick("method.name=fedmatch"))
+        if kind == "fedmatch"
+        else assemble.make(quick(), without_bias)
+    )
+    sent = sim.initial().average
+    images = sim.pool.normalised(sim.pool.images[:20], torch.float32)
+    outputs = []
+    for weights in (sent, attacks.corrupt("shift", sent, sent, sim.layout, 10, 5)):
+        write_row(sim.model.eval(), sim.layout, weights)
+        outputs.append(sim.model(images))
+    assert torch.allclose(outputs[0].roll(1, 1), outputs[1], atol=1e-5)
+    with pytest.raises(ConfigError):
+        attacks.corrupt("shift", sent, sent, sim.layout, 11, 5)
 
 
 def test_a_breakdown_by_attackers_names_their_scale(quick: Make, tmp_path: Path) -> None:

@@ -37,6 +37,8 @@ from ssfl.errors import ConfigError
 from ssfl.federation import Fed, Loss, Method, Named, State, Step
 from ssfl.methods import parts
 
+HALVES = ("sigma.", "psi.")
+"""With FedMatch, the names of weights begin with one of these, because each weight is a sum σ + ψ."""
 START = 0.2
 """Before training, ψ is this multiple of σ. FedMatch's weights are a sum σ + ψ, where labelled images train σ
 and unlabelled ones train ψ."""

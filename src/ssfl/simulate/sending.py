@@ -16,6 +16,7 @@ from ssfl.simulate import attacks, privacy
 def sent_back(
     config: Config,
     layout: Layout,
+    classes: int,
     round: int,
     users: Sequence[int],
     sent: Tensor,
@@ -48,6 +49,7 @@ def sent_back(
                 sent[place],
                 rows[place],
                 layout,
+                classes,
                 draws.key(seed, "attack", round, user),
                 federation.attack_scale,
             )

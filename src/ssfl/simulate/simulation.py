@@ -156,7 +156,8 @@ class Simulation:
     def _workers(
         self, round: int, cohort: Cohort, users: Work, server: Work | None, phases: Phases
     ) -> Simulated:
-        return Simulated(self.config, self.layout, self.engine, round, cohort, users, server, phases)
+        classes = len(self.dataset.classes)
+        return Simulated(self.config, self.layout, classes, self.engine, round, cohort, users, server, phases)
 
     def make_views(self, round: int, phases: Phases) -> None:
         """Prepares the stored features of a round, if the network has a frozen first part. Features are the

@@ -25,6 +25,7 @@ class Simulated:
 
     config: Config
     layout: Layout
+    classes: int
     engine: Engine
     round: int
     cohort: Cohort
@@ -62,7 +63,8 @@ class Simulated:
             with self.phases.during("server"):
                 torch.cuda.current_stream(rows.device).wait_stream(self._started.pop())
         users = self.cohort.users[part]
-        return result._replace(rows=sent_back(self.config, self.layout, self.round, users, rows, result.rows))
+        received = sent_back(self.config, self.layout, self.classes, self.round, users, rows, result.rows)
+        return result._replace(rows=received)
 
     def train_server(self, rows: Tensor, momentum: Tensor) -> TrainedRows:
         """Trains the m models `rows` [m, P + Q], which start with `momentum` [m, P], on the server's labelled
