@@ -19,7 +19,8 @@ from safetensors.torch import save_file
 import ssfl as library
 from conftest import Call
 from ssfl.config.loading import load_config
-from ssfl.errors import RunError
+from ssfl.core.rows import layout_of
+from ssfl.errors import DataError, RunError
 from ssfl.runs import checkpoints, folder
 from waiting import finished
 
@@ -120,8 +121,12 @@ def test_a_card_that_is_nested_too_deeply(verb: str, run: Path, good: Path, imag
         ({"shape": [1, 10**9, 10**9]}, "says that images are"),
         ({"shape": [10**6, 8, 8]}, "says that images are"),
         ({"shape": "huge"}, "says that images are"),
-        ({"mean": [float("nan")]}, "has no mean for each channel"),
-        ({"std": []}, "has no std for each channel"),
+        ({"mean": [float("nan")]}, "has no finite mean for each channel"),
+        ({"mean": [10**400]}, "has no finite mean for each channel"),
+        ({"std": []}, "has no finite std for each channel"),
+        ({"std": [0]}, "a std of 0"),
+        ({"std": [-0.3]}, "a std of -0.3"),
+        ({"model": "cnn", "shape": [1, 1024, 1024]}, "2,130,759,626 numbers"),
         ({"test_views": 10**9}, "averaged over 1000000000 views"),
         ({"test_views": "all"}, "averaged over all views"),
         ({"model": ["small"]}, "names no network"),
@@ -152,6 +157,34 @@ def test_an_image_of_very_many_pixels_is_refused(run: Path, tmp_path: Path, ssfl
         assert "make it smaller" in err
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"shape": [1, 9000, 9000]}, "says that images are"),
+        ({"model": "cnn", "shape": [1, 1024, 1024]}, "2,130,759,626 numbers"),
+        ({"std": [0]}, "a std of 0"),
+        ({}, None),
+    ],
+)
+def test_a_site_checks_the_card_before_it_builds_the_network(
+    changes: dict[str, Any], said: str | None, good: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("flwr")
+    from ssfl.deploy import site, wire
+
+    tensors, card = folder.read_model(good / "model.safetensors")
+    layout = layout_of(library.load_model(good).network)
+    content = wire.pack(layout.flatten(tensors))
+    if said is None:
+        written = site.keep_model(tmp_path / "kept", json.dumps(card), content)
+        assert all(file.is_file() for file in written)
+        return
+    with pytest.raises(DataError) as caught:
+        site.keep_model(tmp_path / "kept", json.dumps(card | changes), content)
+    assert said in str(caught.value)
+    assert not list(tmp_path.glob("kept*"))
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("verb", ["predict", "export", "evaluate"])
 def test_a_model_that_is_not_finite_says_nothing_about_images(
@@ -165,6 +198,20 @@ def test_a_model_that_is_not_finite_says_nothing_about_images(
     assert "not finite" in one_line(code, err)
     assert out == ""
     assert not list(run.parent.glob("exported*"))
+
+
+@pytest.mark.parametrize("verb", ["predict", "evaluate"])
+def test_a_model_whose_output_is_not_finite_says_nothing_about_images(
+    verb: str, run: Path, good: Path, image: Path, ssfl: Call
+) -> None:
+    """All weights are finite, but their products are not."""
+    tensors, card = folder.read_model(run / "model.safetensors")
+    for tensor in tensors.values():
+        tensor.fill_(3e38)
+    save_file(tensors, run / "model.safetensors", {"card": json.dumps(card)})
+    code, out, err = ssfl(*commands(run, image, good)[verb])
+    assert "not finite" in one_line(code, err)
+    assert out == ""
 
 
 def test_a_checkpoint_that_is_not_finite_is_not_gone_on_from(run: Path) -> None:

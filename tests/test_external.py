@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -21,9 +21,9 @@ import ssfl
 from ssfl.config.settings import Config
 from ssfl.core import outside
 from ssfl.errors import ConfigError, RunError, SsflWarning
-from ssfl.models import external
+from ssfl.models import external, networks
 from ssfl.models.replaced import replaced_functions
-from ssfl.runs import assemble
+from ssfl.runs import assemble, predict
 from test_engines_agree import both, relative, unequal, warmed
 
 Make = Callable[..., Config]
@@ -181,7 +181,7 @@ def test_bfloat16_on_both_engines(quick: Make) -> None:
 @pytest.mark.parametrize("engine", ["loop", "vmap"])
 def test_frozen_layers_of_the_package_stay(quick: Make, engine: str) -> None:
     def make() -> nn.Module:
-        network = ssfl.models.networks.Small(10, (1, 8, 8), "group")
+        network = networks.Small(10, (1, 8, 8), "group")
         network.conv1.requires_grad_(False)
         return network
 
@@ -230,6 +230,20 @@ def test_names_are_those_of_the_module_and_load_into_it(quick: Make, tmp_path: P
     with pytest.raises(RunError) as caught:
         ssfl.load_model(result.path, model=Attentive)
     assert caught.value.key == "model.name"
+
+
+def test_tied_weights_from_a_file_are_saved_as_trained(quick: Make, tmp_path: Path) -> None:
+    """With model.weights, the saved model has both names of a tied weight."""
+    save_file({name: t.clone() for name, t in Tied().state_dict().items()}, tmp_path / "start.safetensors")
+    config = quick("federation.rounds=2", f"model.weights={tmp_path / 'start.safetensors'}")
+    ssfl.run(config, out=tmp_path / "run", model=Tied)
+    tensors = load_file(tmp_path / "run/model.safetensors")
+    assert torch.equal(tensors["first.weight"], tensors["second.weight"])
+    assert not torch.equal(tensors["first.weight"], load_file(tmp_path / "start.safetensors")["first.weight"])
+    network = ssfl.load_model(tmp_path / "run", model=Tied).network
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in network.state_dict().items())
+    exported = predict.export(tmp_path / "run", tmp_path / "exported", model=Tied)
+    assert load_file(exported[0]).keys() == tensors.keys()
 
 
 def test_dropout_is_that_of_the_module() -> None:
@@ -313,6 +327,41 @@ def raising() -> nn.Module:
     raise ValueError("no weights here")
 
 
+class Centred(nn.Module):
+    """Subtracts a moving average, which is a buffer; `assign` says whether it is replaced or written into."""
+
+    centre: Tensor
+
+    def __init__(self, assign: bool) -> None:
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(64))
+        self.assign = assign
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.flatten(1)
+        if self.training and self.assign:
+            self.centre = 0.5 * self.centre + 0.5 * x.detach().mean(0)
+        elif self.training:
+            self.centre.mul_(0.5).add_(x.detach().mean(0), alpha=0.5)
+        return x - self.centre
+
+
+class KeyedCentre(networks.Small):
+    """Only layers of the package have parameters, so this network is not wrapped."""
+
+    def __init__(self) -> None:
+        super().__init__(10, (1, 8, 8), "none")
+        self.centre = Centred(False)
+
+    def forward(self, x: Tensor, key: Tensor | None = None) -> Tensor:
+        return super().forward(self.centre(x).view_as(x), key)
+
+
+def spectral() -> nn.Module:
+    layer = nn.utils.parametrizations.spectral_norm(nn.Linear(64, 10))
+    return nn.Sequential(nn.Flatten(), layer)
+
+
 OWN = np.random.default_rng(1)
 MISTAKES: dict[str, tuple[object, object]] = {
     "raises": (raising, ValueError),
@@ -331,6 +380,10 @@ MISTAKES: dict[str, tuple[object, object]] = {
     "a generator": (lambda: Drawing(OWN.random), "a generator of its own"),
     "dropout always on": (lambda: Wrong(F.dropout), Exception),
     "cumulative statistics": (lambda: nn.Sequential(nn.BatchNorm2d(1, momentum=None), linear()), "0"),
+    "a centre in place": (lambda: nn.Sequential(Centred(False), nn.Linear(64, 10)), "0.centre"),
+    "a centre replaced": (lambda: nn.Sequential(Centred(True), nn.Linear(64, 10)), "0.centre"),
+    "a centre of the package's layers": (KeyedCentre, "centre.centre"),
+    "spectral norm": (spectral, "1.parametrizations.weight.0._u"),
 }
 """What is wrong with a network, and the value of the error: what it gave, raised or drew from."""
 
@@ -347,6 +400,12 @@ def test_every_mistake_is_one_line(quick: Make, mistake: str) -> None:
         assert str(error).startswith("model")  # the argument, not a setting that nobody wrote
         assert "in memory" not in str(error)
         assert "\n" not in str(error)
+
+
+def test_a_frozen_layer_may_have_such_buffers(quick: Make) -> None:
+    """It stays in evaluation mode, so its buffers do not change."""
+    trunk = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), Centred(False)).requires_grad_(False)
+    assemble.make(quick(), lambda: nn.Sequential(trunk, nn.Linear(64, 10)))
 
 
 def test_a_module_for_float32_alone_says_so(quick: Make) -> None:

@@ -207,9 +207,10 @@ def keep_model(target: Path, card: str, content: RecordDict) -> list[Path]:
     two files."""
     try:
         facts = json.loads(card)
-        network = predict.network_of(facts, target)
-        layout = layout_of(network)
-        tensors = layout.unflatten(wire.unpack(content, layout.length))
+        predict.check_description(facts)
+        row = wire.unpack(content)
+        network = predict.network_of(facts, target, length=len(row))
+        tensors = layout_of(network).unflatten(row)
         predict.check_card(facts, tensors)
         model = predict.classifier_of(network, tensors, facts)
     except (ValueError, KeyError, TypeError, RuntimeError, RecursionError) as error:

@@ -7,6 +7,7 @@ and can be restarted at any time. The receiver of a message checks it before usi
 
 import io
 import json
+import math
 import tomllib
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -225,9 +226,10 @@ def read_numbers(content: RecordDict, like: Tensor) -> Named:
     return numbers
 
 
-def unpack(content: RecordDict, length: int) -> Tensor:
-    """Returns the model in a message, a vector [length] of float32. Raises if the message has another array
-    or none. Also raises if a value of the model is not finite or has an absolute value above `LARGEST`.
+def unpack(content: RecordDict, length: int | None = None) -> Tensor:
+    """Returns the model in a message, a vector [length] of float32. Without `length`, any length is accepted.
+    Raises if the message has another array or none. Also raises if a value of the model is not finite or has
+    an absolute value above `LARGEST`.
 
     The size in bytes is checked before anything is read, because an array's header can claim any shape.
     """
@@ -235,7 +237,9 @@ def unpack(content: RecordDict, length: int) -> Tensor:
     if record is None or len(content.array_records) > 1 or list(record) != [ROW]:
         names = [f"{name}/{inner}" for name, one in content.array_records.items() for inner in one]
         raise PublicError(f"the arrays {', '.join(names)[:100] or 'none'} instead of {MODEL}/{ROW}")
-    array, header = record[ROW], _header(length)
+    array = record[ROW]
+    length = math.prod(array.shape) if length is None else length
+    header = _header(length)
     size = len(header) + 4 * length
     if array.shape != (length,) or array.dtype != "float32":
         raise PublicError(f"a model of {array.dtype} {array.shape}"[:80] + f" instead of float32 ({length},)")

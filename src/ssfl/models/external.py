@@ -336,15 +336,24 @@ def _check_logits(module: nn.Module, setting: str, classes: int, shape: tuple[in
 
 
 def _check_training(network: nn.Module, setting: str, shape: tuple[int, int, int]) -> None:
-    """Raises ConfigError if a training step fails, or if the module draws its own random numbers. A run with
-    such random numbers could not be repeated."""
+    """Raises ConfigError if a training step fails, if it changes a buffer, or if the module draws its own
+    random numbers. Changes of buffers would be lost, and a run with such random numbers could not be
+    repeated."""
     try:
         copied = copy.deepcopy(network).train()
-        key, states = torch.tensor(7), _random_states()
+        key = torch.tensor(7)
+        changed = _changed_buffer(copied, _example(shape), key)
+        states = _random_states()
         first, again = (copied(_example(shape), key) for _ in range(2))
         first.sum().backward()
     except Exception as error:
         raise _refused(f"{setting}: training the module raised {_reason(error)}", error) from error
+    if changed is not None:
+        raise _refused(
+            f"{setting}: the buffer {changed} changes while the module trains, but only the running "
+            "statistics of normalisation layers are kept and averaged: use a layer without such a buffer",
+            changed,
+        )
     used = [kind for kind, state in _random_states().items() if state != states[kind]]
     if used or not torch.allclose(first, again, 1e-3, 1e-4, equal_nan=True):
         source = " and ".join(used) or "a generator of its own"
@@ -358,6 +367,27 @@ def _check_training(network: nn.Module, setting: str, shape: tuple[int, int, int
             "numbers",
             source,
         )
+
+
+def _changed_buffer(network: nn.Module, images: Tensor, key: Tensor) -> str | None:
+    """Returns the name of a buffer that a training step changes, or None if there is none. Running statistics
+    of normalisation layers, and their count of batches, are left out."""
+    module = plain(network)
+    buffers = dict(module.named_buffers())
+    after = {name: buffer.clone() for name, buffer in buffers.items()}
+    takes_key = "key" in inspect.signature(module.forward).parameters
+    with torch.no_grad(), replaced_functions(key):
+        functional_call(module, after, (images, key) if takes_key else (images,))
+    kept = statistics(module)
+    return next(
+        (
+            name
+            for name, buffer in buffers.items()
+            if name not in kept and name.rpartition(".")[2] != "num_batches_tracked"
+            if not torch.equal(buffer, after[name])
+        ),
+        None,
+    )
 
 
 def _refused(message: str, value: object) -> ConfigError:

@@ -336,7 +336,8 @@ def cut_events(path: Path, rounds: int, counted: bool = False) -> None:
 def write_model(path: Path, tensors: dict[str, torch.Tensor], card: dict[str, Any]) -> None:
     """Writes a model file: the tensors of a model by name, and its model card, which says how to build the
     network."""
-    whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    # copies, because safetensors refuses tensors that share memory, such as tied weights
+    whole = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
     write_atomic(path, save(whole, {"card": json.dumps(card)}))
 
 

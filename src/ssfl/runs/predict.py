@@ -107,15 +107,23 @@ class Averaged(nn.Module):
 
 def check_card(card: Any, tensors: dict[str, Tensor]) -> None:
     """Raises ValueError if a model card (the description in a model file) cannot come from a run, or does not
-    fit the tensors. It is called before the network is built, because a manipulated card could ask for a huge
-    network."""
+    fit the tensors, or if the tensors are not finite."""
+    check_description(card)
+    classes = len(card["classes"])
+    if not any(tensor.dim() and classes == len(tensor) for tensor in tensors.values()):
+        raise ValueError(f"its model card lists {classes:,} classes, but no layer has as many outputs")
+    if not all(tensor.isfinite().all() for tensor in tensors.values()):
+        raise ValueError("its weights contain values that are not finite")
+
+
+def check_description(card: Any) -> None:
+    """Raises ValueError if a model card cannot come from a run. It is called before the network is built,
+    because a manipulated card could ask for a huge network."""
     if not isinstance(card, dict) or not isinstance(card.get("model"), str):
         raise ValueError("its model card names no network")
     classes, shape = card.get("classes"), card.get("shape")
     if not isinstance(classes, list) or not all(isinstance(name, str) for name in classes):
         raise ValueError("its model card has no list of class names")
-    if not any(tensor.dim() and len(classes) == len(tensor) for tensor in tensors.values()):
-        raise ValueError(f"its model card lists {len(classes):,} classes, but no layer has as many outputs")
     if any(len(name) > LONGEST for name in classes):
         raise ValueError(f"a class has a name of more than {LONGEST:,} letters")
     sides = shape if isinstance(shape, list) and all(type(side) is int for side in shape) else []
@@ -127,18 +135,16 @@ def check_card(card: Any, tensors: dict[str, Tensor]) -> None:
     for key in ("mean", "std"):
         numbers = card.get(key)
         complete = isinstance(numbers, list) and len(numbers) == sides[0]
-        if not complete or not all(
-            isinstance(one, float | int) and math.isfinite(one) for one in numbers or ()
-        ):
-            raise ValueError(f"its model card has no {key} for each channel")
+        if not complete or not all(isinstance(one, float | int) and abs(one) < 1e30 for one in numbers or ()):
+            raise ValueError(f"its model card has no finite {key} for each channel")
+    if min(card["std"]) <= 0:
+        raise ValueError(f"its model card has a std of {min(card['std']):g}, but it must be above 0")
     views = card.get("test_views", 0)
     if type(views) is not int or not 0 <= views <= MOST_VIEWS:
         raise ValueError(
             f"its model card says that predictions are averaged over {str(views)[:100]} views, not over 0 to "
             f"{MOST_VIEWS}"
         )
-    if not all(tensor.isfinite().all() for tensor in tensors.values()):
-        raise ValueError("its weights contain values that are not finite")
 
 
 def load_model(run: str | Path, model: external.Factory | str | None = None) -> Classifier:
@@ -189,7 +195,8 @@ def classifier(
     """Returns the trained model with these tensors as a `Classifier`, in eval mode. The model card says how
     to build its network. If the network is from outside the package, `make` makes it; None means that its
     import path is used. `path` is the run folder or model file, for messages."""
-    network = network_of(card, path, make, tensors)
+    length = sum(tensor.numel() for tensor in tensors.values())
+    network = network_of(card, path, make, tensors, length)
     network.to(next(iter(tensors.values())).dtype)
     return classifier_of(network, tensors, card)
 
@@ -199,10 +206,12 @@ def network_of(
     path: Path,
     make: external.Factory | None = None,
     tensors: dict[str, Tensor] | None = None,
+    length: int | None = None,
 ) -> nn.Module:
     """Returns the network that a model card names. A network from outside the package is made by `make`, or,
     if `make` is None, found by its import path. Raises if there is neither `make` nor an import path, or if
-    the code at the import path has changed since the training.
+    the code at the import path has changed since the training. Also raises if the model card asks for a
+    built-in network that has not `length` numbers, before memory is used for it.
 
     `tensors` are the tensors of the model file. If the file contains all tensors of the network, the frozen
     weights are taken from there. `path` is the run folder or model file, for messages.
@@ -217,6 +226,11 @@ def network_of(
         _require_frozen(network, saved, card["outside"], path)
         return network
     if not outside.is_outside(str(name)):
+        with torch.device("meta"):  # without memory for the weights
+            sketch = networks.build(name, classes, (channels, height, width), card["norm"])
+        described = rows.layout_of(sketch).length
+        if length is not None and length != described:
+            raise ValueError(f"its network has {described:,} numbers, and the model has {length:,}")
         return networks.build(name, classes, (channels, height, width), card["norm"])
     if make is None and name == outside.IN_MEMORY:
         raise RunError(
@@ -259,13 +273,11 @@ def _require_frozen(
 def classifier_of(network: nn.Module, tensors: dict[str, Tensor], card: dict[str, Any]) -> Classifier:
     """Loads the trained `tensors` into a network that already has its frozen weights, and returns it as a
     `Classifier`. Raises if the names of the tensors do not fit the network."""
-    names = set(rows.layout_of(network).names)
-    if card.get("whole"):
-        names = set(external.plain(network).state_dict())
-        # `tensors` may have only the trained weights
-        tensors = external.plain(network).state_dict() | tensors
-    if set(tensors) != names:
-        raise KeyError(f"tensors that only the file or only the network has: {sorted(set(tensors) ^ names)}")
+    trained = set(rows.layout_of(network).names)
+    names = set(external.plain(network).state_dict()) if card.get("whole") else trained
+    unmatched = (trained - set(tensors)) | (set(tensors) - names)
+    if unmatched:
+        raise KeyError(f"tensors that only the file or only the network has: {sorted(unmatched)}")
     network.load_state_dict(tensors, strict=False)
     model = Classifier(external.plain(network), card).eval()
     model.saved = names
@@ -300,7 +312,8 @@ def probabilities(
     classifier: Classifier, files: Sequence[Path], broken: list[str] | None
 ) -> Iterator[tuple[Path, Tensor]]:
     """Yields for each image file that can be read its path and the probabilities [classes]. Raises if a file
-    cannot be read. But if `broken` is a list, a line about the file is appended to it instead."""
+    cannot be read. But if `broken` is a list, a line about the file is appended to it instead. Also raises if
+    a probability is not finite."""
     batch = scoring.at_once(classifier.shape)
     with progress.bar("predictions", len(files)) as advance:
         for start in range(0, len(files), batch):
@@ -316,6 +329,13 @@ def probabilities(
             if part:
                 with torch.no_grad():
                     shares = classifier.averaged(torch.cat(read)).softmax(-1)
+                for file, share in zip(part, shares, strict=True):
+                    if not share.isfinite().all():
+                        raise RunError(
+                            f"{file}: the model's output for this image is not finite: train the model "
+                            "again, or use another model",
+                            value=str(file),
+                        )
                 yield from zip(part, shares, strict=True)
             advance(min(batch, len(files) - start))
 

@@ -294,7 +294,8 @@ class Simulation:
         if not is_saved_whole(self.config):
             return trained
         whole = external.plain(plain_network_of(self.config, self.dataset, self.make))
-        return whole.state_dict() | trained
+        whole.load_state_dict(trained, strict=False)  # sets a tied weight under its second name too
+        return whole.state_dict()
 
     def score(self, row: Tensor, images: Tensor, labels: Tensor) -> scoring.ModelScore:
         """Returns the accuracy and loss of the model `row` [P + Q] on uint8 images [N, C, H, W] with these
