@@ -158,6 +158,7 @@ def test_the_comparison_changes_nothing_and_can_be_left_out(
     ssfl.run(quick(), tmp_path / "with", data=data)
     without = ssfl.run(quick("run.baseline=false"), tmp_path / "without", data=data)
     assert without.verdict is None
+    assert (without.stopped, without.stopped_by) == (None, None)  # no signal came
     assert not (tmp_path / "without" / "baseline").exists()
     assert same_tensors(tmp_path / "with", tmp_path / "without")
     known = resolve.resolve(quick(), resolve.load_data(quick()))
