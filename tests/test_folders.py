@@ -22,9 +22,9 @@ from conftest import Call
 from ssfl import methods
 from ssfl.core.events import Event
 from ssfl.core.fields import limits_of
-from ssfl.data.own import Files
-from ssfl.errors import ConfigError, SsflWarning
-from ssfl.runs import choose, display, forecast, predict, remaining, round_loop, train
+from ssfl.data.own import Files, sort_files
+from ssfl.errors import ConfigError, DataError, SsflWarning
+from ssfl.runs import choose, display, forecast, predict, remaining, resolve, round_loop, train
 from ssfl.runs.choose import Facts
 
 SHORT = ("--set", "federation.rounds=2", "--set", "run.threads=1", "--set", "model.name=small")
@@ -87,6 +87,42 @@ def test_the_network_depends_on_what_is_installed_and_on_the_device() -> None:
     assert chosen(tiny, False, True) == ("cnn", None)
     assert chosen(few, False, True, model={"name": "small"}) == (None, 64)
     assert chosen(few, False, True, data={"size": 160}) == ("lite0", 160)
+
+
+def patients_of(folder: str, *names: str) -> None:
+    """Three images of each patient and class."""
+    for name in names:
+        draw(folder, 3, seed=int(name) % 7)
+        for file in Path(folder).glob("?.png"):
+            file.rename(file.with_name(f"{name}_{file.name}"))
+
+
+def test_one_patient_is_never_in_training_and_in_testing(tmp_path: Path) -> None:
+    for label, first in (("a", 100), ("b", 104)):  # the patients 104 to 107 have images of both classes
+        patients_of(str(tmp_path / label), *(str(first + number) for number in range(8)))
+    config = package.load_config("own", [f"data.path={tmp_path}", "data.size=8", "data.validation=0.2"])
+    files = sort_files(tmp_path, 0.2)
+    sides = [{file.name[:3] for each in part.values() for file in each} for part in (files.train, files.test)]
+    assert not sides[0] & sides[1]
+    assert len(sides[0] | sides[1]) == 12
+    for name in "ab":
+        assert len(files.test[name]) in (3, 6)  # a fifth of 24 is not a multiple of three
+    dataset = resolve.load_data(config)
+    parts, validation = resolve.make_parts(resolve.resolve(config, dataset), dataset)
+    assert dataset.groups is not None
+    rest = np.concatenate([parts.server, *parts.users])
+    assert not set(dataset.groups[validation]) & set(dataset.groups[rest])
+    assert len(validation) + len(rest) == len(dataset.labels)
+    assert min(np.bincount(dataset.labels.numpy()[validation])) > 0
+
+
+def test_a_folder_of_one_patient_in_each_class_has_no_test_images(tmp_path: Path) -> None:
+    for label in "ab":
+        draw(tmp_path / label / f"patient of {label}", 5)
+    with pytest.raises(DataError, match="one patient"):
+        sort_files(tmp_path, 0.2)
+    draw(tmp_path / "a" / "another", 2)
+    assert list(map(len, sort_files(tmp_path, 0.2).test.values())) == [2, 0]
 
 
 def test_what_a_person_sets_stays(ssfl: Call) -> None:

@@ -223,6 +223,19 @@ def test_validation_is_stratified_and_apart() -> None:
     assert sorted([*held, *rest]) == list(range(180))
 
 
+def test_held_out_groups_stay_together_and_single_images_are_held_out_as_before() -> None:
+    draw = np.random.default_rng(0)
+    labels = labels_of([100, 50, 30])
+    alone = split.hold_out(labels, 0.1, 1, np.arange(180))[0]
+    assert (alone == split.hold_out(labels, 0.1, 1)[0]).all()
+    for _ in range(20):
+        groups = draw.integers(0, 40, 180)
+        held, rest = split.hold_out(labels, 0.2, 1, groups)
+        assert sorted([*held, *rest]) == list(range(180))
+        assert not set(groups[held]) & set(groups[rest])
+        assert np.abs(np.bincount(labels[held]) - [20, 10, 6]).sum() <= 9
+
+
 @pytest.mark.parametrize("kind", [np.uint8, np.int32, list])
 def test_labels_of_any_kind_and_classes_without_images(kind: type) -> None:
     labels = np.array([0, 1, 3] * 30)

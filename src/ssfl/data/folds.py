@@ -1,6 +1,7 @@
-"""Folds for cross-validation: divides the labelled images into parts, each of which is held out once.
+"""Folds for cross-validation, and images that are held out for testing or validation, without dividing the
+images of one patient.
 
-Images of one patient must not be both in the training set and in the held-out fold, because the measured
+Images of one patient must not be both in the training set and in the held-out part, because the measured
 accuracy would be too high. Sub-folders of a class, or numbers in file names, show which images belong to one
 patient.
 """
@@ -55,6 +56,42 @@ def subjects(files: Sequence[tuple[Path, Path]]) -> Index | None:
         return None  # no group has several images, or the "subject" is probably a camera
     order = {name: number for number, name in enumerate(counts)}
     return np.array([order[name] for name in names])
+
+
+def hold_out(labels: Index, groups: Index, wanted: Index, order: Index) -> Index:
+    """Returns the numbers of the images that are held out, sorted: about `wanted[k]` images of each class k.
+    Images with the same number in `groups` [N] are held out together. A class always keeps an image in
+    training. It has a held-out image if it is wanted and the groups allow it.
+
+    Groups are taken in the order in which their first images stand in `order` [N]. So if each image is a
+    group of its own, exactly the first `wanted[k]` images of class k in `order` are held out.
+    """
+    rank = np.empty(len(order), np.int64)
+    rank[order] = np.arange(len(order))
+    _, first, group_of = np.unique(groups, return_index=True, return_inverse=True)
+    counts = np.zeros((len(first), len(wanted)), np.int64)  # images of each class in each group
+    np.add.at(counts, (group_of, labels), 1)
+    most = counts.sum(0) - 1
+    wanted = np.minimum(wanted, most)
+    held, taken = np.zeros_like(wanted), np.zeros(len(first), bool)
+    for group in np.argsort(rank[first]):
+        if (held + counts[group] <= wanted)[counts[group] > 0].all():
+            held += counts[group]
+            taken[group] = True
+    while True:  # add groups that exceed the wanted number, if this is nearer to it or a class has no image
+        missing = (held == 0) & (wanted > 0)
+        after = held + counts
+        allowed = ~taken & ((after <= most) | (counts == 0)).all(1)
+        errors = np.abs(after - wanted).sum(1)
+        useful = errors < np.abs(held - wanted).sum()
+        for choice in (allowed & (counts[:, missing] > 0).any(1), allowed & useful):
+            if choice.any():
+                places = np.flatnonzero(choice)
+                best = places[np.lexsort((rank[first][places], errors[places]))[0]]
+                held, taken[best] = after[best], True
+                break
+        else:
+            return np.flatnonzero(taken[group_of])
 
 
 def assign(labels: Index, groups: Index | None, folds: int, seed: int) -> Index:

@@ -2,8 +2,7 @@
 
 import hashlib
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 
 from ssfl.data import decoding, folds, pictures
 from ssfl.data.dataset import UNLABELLED, Dataset, statistics
-from ssfl.data.hands import Hands
+from ssfl.data.hands import Hands, Index
 from ssfl.errors import DataError, SsflWarning
 
 LOOSE = "loose files"  # the user with the images beside the sub-folders of "unlabelled"
@@ -28,6 +27,9 @@ class Files:
     test: dict[str, list[Path]]
     own_test: bool  # whether the folder has its own test images
     homes: list[str]  # for each unlabelled image, its sub-folder of "unlabelled", or ""
+    patients: dict[Path, int] = field(default_factory=dict)
+    """A number for each labelled image that is not in a folder "test", equal for images of one patient; empty
+    if no two images belong together (`folds.subjects`)."""
 
     @property
     def users(self) -> dict[str, list[int]]:
@@ -47,6 +49,12 @@ class Files:
         train, test = ([f for files in part.values() for f in files] for part in (self.train, self.test))
         return train + self.unlabelled + test
 
+    @property
+    def groups(self) -> Index | None:
+        """The numbers of the labelled training images in `patients`; None if that is empty."""
+        files = [file for part in self.train.values() for file in part]
+        return np.array([self.patients[file] for file in files]) if self.patients else None
+
     def labels(self, part: dict[str, list[Path]]) -> list[int]:
         names = list(self.train)
         return [names.index(name) for name, files in part.items() for _ in files]
@@ -58,8 +66,8 @@ def sort_files(folder: Path, test_fraction: float) -> Files:
     "unlabelled" is a user.
 
     If there are sub-folders "train" and "test", these are not classes: the folders of the classes are inside
-    them. "train" alone is enough if it has sub-folders. Without "test", the part `test_fraction` of each
-    class is held out for testing.
+    them. "train" alone is enough if it has sub-folders. Without "test", about the part `test_fraction` of
+    each class is held out for testing. Images of one patient stay together.
     """
     inner = {entry.name: entry for entry in pictures.list_folders(folder)}
     split = "train" in inner and ("test" in inner or bool(pictures.list_folders(inner["train"])))
@@ -84,6 +92,10 @@ def sort_files(folder: Path, test_fraction: float) -> Files:
     for entry in classes:
         if not train[entry.name]:
             raise DataError(f"{entry}: holds no images; add some or remove the folder")
+    homes_of_classes = [(file, places[0] / name) for name, files in train.items() for file in files]
+    groups = folds.subjects(homes_of_classes)
+    numbered = [] if groups is None else groups.tolist()
+    patients = {file: number for (file, _), number in zip(homes_of_classes, numbered, strict=False)}
     if split and "test" in inner:
         test = {entry.name: pictures.list_images(entry) for entry in pictures.list_folders(inner["test"])}
         for loose in pictures.list_images(inner["test"], nested=False):
@@ -97,8 +109,15 @@ def sort_files(folder: Path, test_fraction: float) -> Files:
                     "add training images of it or remove the folder"
                 )
     else:
-        test = {name: _held_out(files, test_fraction) for name, files in train.items()}
-        train = {name: sorted(set(files) - set(test[name])) for name, files in train.items()}
+        held = _held_out(train, patients, test_fraction)
+        if test_fraction and not held:
+            raise DataError(
+                f"{folder}: no test images can be held out, because each class has images of one patient "
+                "only (a sub-folder of the class, or the beginning of the file names); put images of other "
+                "patients into test/ and these into train/, or rename files that are not of one patient"
+            )
+        test = {name: [file for file in files if file in held] for name, files in train.items()}
+        train = {name: [file for file in files if file not in held] for name, files in train.items()}
     bare = {place / name: pictures.list_images(place / name) for place in places for name in UNLABELLED}
     unlabelled = [
         file
@@ -115,8 +134,9 @@ def sort_files(folder: Path, test_fraction: float) -> Files:
             raise DataError(f"{entry}: holds no images; add some or remove the folder")
     homes = {f: f.relative_to(base).parts[0] for base, fs in bare.items() for f in fs if f.parent != base}
     return Files(
-        train, unlabelled, test, split and "test" in inner, [homes.get(file, "") for file in unlabelled]
-    )
+        train, unlabelled, test, split and "test" in inner, [homes.get(file, "") for file in unlabelled],
+        patients,
+    )  # fmt: skip
 
 
 def load_folder(folder: Path, size: int | None, test_fraction: float, broken: str = "skip") -> Dataset:
@@ -146,7 +166,7 @@ def load_folder(folder: Path, size: int | None, test_fraction: float, broken: st
         deep=decoded.deep > 0,
         grey=decoded.grey,
         broken=len(decoded.broken),
-        groups=folds.subjects(_homes(folder, files.train)),
+        groups=files.groups,
         **owners(files),
     )
 
@@ -192,13 +212,6 @@ def readable(files: Files, broken: decoding.Broken, policy: str) -> Files:
     )  # fmt: skip
 
 
-def _homes(folder: Path, train: dict[str, list[Path]]) -> list[tuple[Path, Path]]:
-    """Returns for each labelled training image its file and the folder of its class."""
-    inner = [(file, name) for name, files in train.items() for file in files]
-    split = all(file.relative_to(folder).parts[:2] == ("train", name) for file, name in inner)
-    return [(file, folder / "train" / name if split else folder / name) for file, name in inner]
-
-
 def owners(files: Files) -> dict[str, Any]:
     """Returns the keyword arguments of `Dataset` that say which images each user owns; empty if the folder
     has no sub-folders of users."""
@@ -210,22 +223,31 @@ def owners(files: Files) -> dict[str, Any]:
     return {"users": hands, "names": tuple(users), "loose": len(users.get(LOOSE, []))}
 
 
-def _held_out(files: Sequence[Path], fraction: float) -> list[Path]:
-    """Returns the images of one class that are held out for testing: the part `fraction`, but at least one,
-    and never all. If `fraction` is 0, none is held out. The images are chosen by a hash of their file and
-    folder names, so they are the same in every run."""
+def _held_out(train: dict[str, list[Path]], patients: dict[Path, int], fraction: float) -> set[Path]:
+    """Returns the images that are held out for testing: about the part `fraction` of each class, but at least
+    one, and never all. Images of one patient stay together, so a class with images of one patient only may
+    have none. If `fraction` is 0, none is held out. The images are chosen by a hash of their file and folder
+    names, so they are the same in every run."""
     if not fraction:
-        return []
-    if len(files) < 2:
-        raise DataError(
-            f"{files[0]}: is the only image of its class, but each class needs at least two, one of them "
-            "for testing; add another image"
-        )
+        return set()
+    for files in train.values():
+        if len(files) < 2:
+            raise DataError(
+                f"{files[0]}: is the only image of its class, but each class needs at least two, one of them "
+                "for testing; add another image"
+            )
 
     def draw(file: Path) -> bytes:
         return hashlib.sha256(
             f"2019 {file.parent.name}/{file.name}".encode(errors="surrogateescape")
         ).digest()
 
-    count = min(max(round(len(files) * fraction), 1), len(files) - 1)
-    return sorted(sorted(files, key=draw)[:count])
+    everything = [file for files in train.values() for file in files]
+    drawn = [draw(file) for file in everything]
+    held = folds.hold_out(
+        np.repeat(np.arange(len(train)), [len(files) for files in train.values()]),
+        np.array([patients.get(file, number) for number, file in enumerate(everything)]),
+        np.array([max(round(len(files) * fraction), 1) for files in train.values()]),
+        np.array(sorted(range(len(everything)), key=drawn.__getitem__)),
+    )
+    return {everything[number] for number in held}

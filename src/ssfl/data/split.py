@@ -14,6 +14,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 
 from ssfl.core import draws
+from ssfl.data import folds
 from ssfl.data.apportion import apportion, main_classes, round_to_sums
 from ssfl.data.hands import Hands, Index, dealt, gather, handed_out
 from ssfl.errors import ConfigError
@@ -256,13 +257,21 @@ def class_counts(labels: ArrayLike, owners: Sequence[ArrayLike]) -> NDArray[np.i
     return np.bincount(places, minlength=len(hands) * classes).reshape(len(hands), classes)
 
 
-def hold_out(labels: ArrayLike, fraction: float, seed: int) -> tuple[Index, Index]:
+def hold_out(
+    labels: ArrayLike, fraction: float, seed: int, groups: Index | None = None
+) -> tuple[Index, Index]:
     """Returns the numbers of the validation images, which are the same `fraction` of every class, and the
-    numbers of all other images. Both are sorted."""
+    numbers of all other images. Both are sorted. With `groups` (a number for each labelled image, which all
+    come first), images with the same number stay together, so the fraction is only near `fraction`."""
     known = _labels(labels)
     held = np.zeros(len(known), bool)
-    for pool in _pools(known, seed) if fraction else []:
-        held[pool[: round(fraction * len(pool))]] = True
+    pools = _pools(known, seed) if fraction else []
+    if groups is None:
+        for pool in pools:
+            held[pool[: round(fraction * len(pool))]] = True
+    elif pools:
+        wanted = np.array([round(fraction * len(pool)) for pool in pools])
+        held[folds.hold_out(known[: len(groups)], groups, wanted, np.concatenate(pools))] = True
     return np.flatnonzero(held), np.flatnonzero(~held)
 
 

@@ -139,10 +139,13 @@ def resolve(config: Config, dataset: Dataset) -> Config:
         labels = len(_server_images(config, dataset))
     elif labels is None:
         smallest = int(counts.min() * (1 - config.data.validation))
+        _, available = set_aside(config, dataset)
+        left = dataset.labels[available]
+        if dataset.groups is not None:  # whole patients were set aside, maybe more than data.validation
+            smallest = min(smallest, int(torch.bincount(left[left >= 0], minlength=len(counts)).min()))
         labels = len(counts) * min(100, max(smallest // 2, 1))
         if bool((dataset.labels < 0).any()):  # the unlabelled images are for the users
-            _, available = set_aside(config, dataset)
-            everything = int((dataset.labels[available] >= 0).sum())
+            everything = int((left >= 0).sum())
             labels = everything if split_settings.labels_at == "server" else len(counts) * smallest
     user_labels = split_settings.user_labels
     if split_settings.labels_at != "server" and user_labels is None:
@@ -253,9 +256,11 @@ def require_users(users: int, owners: int, folder: bool) -> None:
 
 def set_aside(config: Config, dataset: Dataset) -> tuple[Index, Index]:
     """Returns the image numbers of the validation images, and those of all other training images. The
-    validation images are those that the data name, or a random part (data.validation)."""
+    validation images are those that the data name, or a random part (data.validation) that keeps images of
+    one patient together."""
     if dataset.validation is None:
-        return split.hold_out(dataset.labels.numpy(), config.data.validation, config.split.seed)
+        labels, settings = dataset.labels.numpy(), config.split
+        return split.hold_out(labels, config.data.validation, settings.seed, dataset.groups)
     return dataset.validation, np.setdiff1d(np.arange(len(dataset.labels)), dataset.validation)
 
 
