@@ -1,10 +1,11 @@
 """The sections of a report that show a model's mistakes and its training images: the confusion matrix, the
 worst classes, example images, and weak and strong views."""
 
+from ssfl.core.words import count
 from ssfl.report.blocks import Block, Cell, bars, half, heading, number, table, text
 from ssfl.report.gather import Run
 from ssfl.report.predictions import Seen
-from ssfl.report.words import count, is_relative
+from ssfl.report.words import is_relative
 from ssfl.runs.text import interval, percent
 
 MOST_CLASSES, WORST = 60, 10

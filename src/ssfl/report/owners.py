@@ -5,9 +5,9 @@ the expected accuracy of each user, and the groups in each round. The charts wor
 from collections import Counter
 
 from ssfl.core.events import Event
+from ssfl.core.words import count
 from ssfl.report.blocks import Block, bars, text
 from ssfl.report.gather import Run, finite, numbers, whole
-from ssfl.report.words import count
 from ssfl.runs.text import percent, untested
 
 MOST_USERS, MOST_CLASSES, MOST_ROUNDS = 50, 200, 40

@@ -4,6 +4,7 @@ from ssfl.config.settings import Config
 from ssfl.core import outside
 from ssfl.core.outside import IN_MEMORY
 from ssfl.core.schedule import head_start
+from ssfl.core.words import count
 from ssfl.federation import Method
 from ssfl.models import backbones
 from ssfl.report.gather import Run, finite, inside
@@ -148,12 +149,6 @@ def _folded(run: Run) -> str:
         f"predicted by a model that was not trained on it: {percent(score.share)}, with a 95 % interval of "
         f"{interval(score.correct, score.count)}.{together} The final model was trained on all of them."
     )
-
-
-def count(many: int, noun: str) -> str:
-    """Returns a number and its noun as text, such as "1 image" or "1,200 images"."""
-    plural = "es" if noun.endswith("s") else "s"
-    return f"{many:,} {noun}{'' if many == 1 else plural}"
 
 
 def data_name(run: Run) -> str:

@@ -5,6 +5,7 @@ from typing import Any
 
 from ssfl.config.settings import Config
 from ssfl.core import statistics
+from ssfl.core.words import count
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
 MOST_USERS = 30
@@ -95,13 +96,13 @@ def split(config: Config, described: dict[str, Any]) -> str:
         how += " (images without labels in equal shares)"
     seed = "" if wanted.scheme == "given" else f", seed {wanted.seed}"
     lines = [
-        f"{users} users {how}{seed}; {len(classes)} classes ({_few(classes)})",
-        f"server   {sum(described['server']):>7} labelled images   {histogram(described['server'])}",
+        f"{count(users, 'user')} {how}{seed}; {len(classes)} classes ({_few(classes)})",
+        f"server   {_column(sum(described['server']), 'labelled image')}{histogram(described['server'])}",
     ]
     names = described.get("names", [])
     for user, (size, counts) in enumerate(zip(sizes[:MOST_USERS], rows, strict=False)):
         name = f"   {printable(names[user])}" if names else ""
-        lines.append(f"user {user:<4}{size:>7} images            {histogram(counts)}{name}")
+        lines.append(f"user {user:<4}{_column(size, 'image')}{histogram(counts)}{name}")
     if users > MOST_USERS:
         least, _, middle, _, most = described["size_quartiles"]
         lines.append(
@@ -120,11 +121,11 @@ def split(config: Config, described: dict[str, Any]) -> str:
             "disjoint)"
         )
     if described["validation"]:
-        lines.append(f"{described['validation']} validation images")
+        lines.append(count(described["validation"], "validation image"))
     lines += untested(classes, described["test_classes"])
     lines.append(_typical(sizes[0], rows[0], classes))
     if "user_labelled" in described:
-        lines.append(f"users have {described['user_labelled_total']} labelled images in total")
+        lines.append(f"users have {count(described['user_labelled_total'], 'labelled image')} in total")
     return "\n".join(lines)
 
 
@@ -147,8 +148,9 @@ def loose(images: int) -> list[str]:
     in one of its sub-folders, and form one more user. The list is empty if `images` is 0."""
     if not images:
         return []
+    are, form = ("is", "it forms") if images == 1 else ("are", "together they form")
     return [
-        f"{images} images are in unlabelled/ itself, not in one of its sub-folders; together they form one "
+        f"{count(images, 'image')} {are} in unlabelled/ itself, not in one of its sub-folders; {form} one "
         "more user"
     ]
 
@@ -157,12 +159,18 @@ def _typical(size: int, counts: list[int], classes: list[str]) -> str:
     """Returns a sentence about user 0 as an example: how many images it has (`size`), and of which classes.
     `counts` has, for each class, how many of the user's images are known to be of that class."""
     if not sum(counts):
-        return f"user 0 has {size} images without labels"
+        return f"user 0 has {count(size, 'image')} without a label"
     order = sorted(range(len(counts)), key=lambda label: -counts[label])
     shares = [f"{100 * counts[i] / sum(counts):.0f} % are {classes[i]}" for i in order[:3] if counts[i]]
     rest = " and so on" if sum(count > 0 for count in counts) > 3 else ""
     known = "" if sum(counts) == size else f", {sum(counts)} of known class"
-    return f"for example, user 0 has {size} images{known}: {', '.join(shares)}{rest}"
+    return f"for example, user 0 has {count(size, 'image')}{known}: {', '.join(shares)}{rest}"
+
+
+def _column(number: int, noun: str) -> str:
+    """Returns a number and its noun with a fixed width."""
+    digits, words = count(number, noun).split(" ", 1)
+    return f"{digits:>7} {words:<18}"
 
 
 def _few(names: list[str]) -> str:
