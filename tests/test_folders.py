@@ -3,9 +3,11 @@
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import warnings
 from collections import Counter
 from dataclasses import fields
 from pathlib import Path
@@ -23,8 +25,9 @@ from ssfl import methods
 from ssfl.core.events import Event
 from ssfl.core.fields import limits_of
 from ssfl.data.own import Files, sort_files
+from ssfl.data.sources import load
 from ssfl.errors import ConfigError, DataError, SsflWarning
-from ssfl.runs import choose, display, forecast, predict, remaining, resolve, round_loop, train
+from ssfl.runs import assemble, choose, display, forecast, predict, remaining, resolve, round_loop, train
 from ssfl.runs.choose import Facts
 
 SHORT = ("--set", "federation.rounds=2", "--set", "run.threads=1", "--set", "model.name=small")
@@ -125,6 +128,76 @@ def test_a_folder_of_one_patient_in_each_class_has_no_test_images(tmp_path: Path
     assert list(map(len, sort_files(tmp_path, 0.2).test.values())) == [2, 0]
 
 
+def warned(folder: str) -> list[str]:
+    """The warnings about a folder whose images are loaded."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        load(path=folder, root=Path(), size=8)
+    return [str(one.message) for one in caught if one.category is SsflWarning]
+
+
+def test_files_that_are_no_images_are_counted_in_one_line(ssfl: Call) -> None:
+    scans()
+    assert warned("scans") == []
+    for name in (".DS_Store", "Thumbs.db", "left/._0.png", "ssfl.toml"):
+        Path("scans", name).write_text("")
+    assert warned("scans") == []
+    for name in ("left/1.dcm", "unlabelled/a/2.DCM", "right/notes.txt"):
+        Path("scans", name).write_text("")
+    (line,) = warned("scans")
+    assert all(word in line for word in ("3 files", "2 .dcm", "DICOM", "PNG", "1 .txt"))
+    Path("scans/ssfl.toml").unlink()  # it would be read as the config
+    Path("scans/unlabelled/c").mkdir()
+    Path("scans/unlabelled/c/1.dcm").write_text("")
+    code, _, err = ssfl("split", "scans")
+    assert (code, err.count("\n"), "1 .dcm" in err, "unlabelled/c" in err) == (2, 1, True, True)
+    Path("scans/unlabelled/c").rename("scans/third")
+    code, _, err = ssfl("split", "scans")
+    assert (code, err.count("\n"), "1 .dcm" in err, "third" in err) == (2, 1, True, True)
+
+
+def test_identical_files_are_told_if_labels_or_test_images_suffer(ssfl: Call) -> None:
+    for seed, name in enumerate(("train/a", "train/b", "test/a", "test/b")):
+        draw(f"scans/{name}", 3, seed=seed)
+    shutil.copy("scans/train/a/0.png", "scans/train/a/copy.png")  # harmless
+    assert warned("scans") == []
+    shutil.copy("scans/train/a/1.png", "scans/train/b/other.png")
+    (line,) = warned("scans")
+    assert "train/a/1.png" in line
+    assert "train/b/other.png" in line
+    shutil.copy("scans/train/b/2.png", "scans/test/b/known.png")
+    labels, leak = warned("scans")
+    assert labels == line
+    assert "test/b/known.png" in leak
+    assert "train/b/2.png" in leak
+
+
+def test_classes_whose_names_look_the_same_are_told(ssfl: Call) -> None:
+    for seed, name in enumerate(("AP", "AP ", "ap", "side")):
+        draw(f"scans/{name}", 3, seed=seed)
+    (line,) = warned("scans")
+    assert all(name in line for name in ('"AP"', '"AP "', '"ap"', "one folder"))
+    assert "side" not in line
+
+
+def test_a_run_without_unlabelled_says_whose_labels_are_dropped(ssfl: Call) -> None:
+    for seed, name in enumerate(("left", "right")):
+        draw(f"scans/{name}", 15, seed=seed)
+    sim = assemble.make(choose.load_config("scans", ["model.name=small", "data.size=8"]))
+    free = sum(map(len, sim.parts.users))
+    assert any("unlabelled/" in line and f"{free} of 24 " in line for line in forecast.lines(sim, None))
+    draw("scans/unlabelled", 20, seed=3)
+    sim = assemble.make(choose.load_config("scans", ["model.name=small", "data.size=8"]))
+    assert not any("unlabelled/" in line for line in forecast.lines(sim, None))
+
+
+def test_one_image_is_not_called_images(ssfl: Call) -> None:
+    scans()
+    draw("scans/unlabelled/0", 1, seed=5)
+    code, out, _ = ssfl("split", "scans")
+    assert (code, " 1 images" in out, " 1 image " in out) == (0, False, True)
+
+
 def test_what_a_person_sets_stays(ssfl: Call) -> None:
     scans()
     sets = ["split.server_labels=6", "train.batch_size=5", "federation.rounds=7", "data.size=24",
@@ -209,8 +282,6 @@ def test_a_forecast_says_time_and_memory_and_changes_nothing(quick: Any, tmp_pat
 
 
 def test_every_method_has_a_forecast_or_none_but_no_error(quick: Any) -> None:
-    from ssfl.runs import assemble
-
     for name in ("anchored", "semifl", "fedmatch", "server-only", "easgd", "cbafed"):
         sim = assemble.make(quick(f"method.name={name}", "federation.rounds=2"))
         expected = forecast.measure(sim, sim.initial())
@@ -248,6 +319,18 @@ def test_a_stopped_run_predicts_and_exports_from_its_last_checkpoint(
     assert ssfl("resume", str(path), "--quiet")[0] == 0
     assert not (path / "unfinished.safetensors").exists()
     assert ssfl("predict", str(path), "pictures")[2] == ""
+    Path("scan.dcm").write_bytes(bytes(128) + b"DICM")
+    code, _, err = ssfl("predict", str(path), "scan.dcm", "pictures")
+    assert (code, err.count("\n"), "DICOM" in err, ".png" in err, "damaged" in err) == (
+        2,
+        1,
+        True,
+        True,
+        False,
+    )
+    code, _, err = ssfl("predict", str(path), "https://example.org/a.png")
+    assert (code, err.count("\n"), "https://example.org/a.png" in err) == (2, 1, True)
+    assert "download" in err
 
 
 @pytest.mark.parametrize("deep", [False, True])
@@ -278,8 +361,6 @@ def test_an_export_works_in_plain_pytorch_and_its_card_says_how_files_are_read(
 
 
 def test_a_run_says_which_value_of_deep_images_becomes_white(tmp_path: Path) -> None:
-    from ssfl.runs import assemble
-
     generator = np.random.default_rng(0)
     for number in range(12):
         pixels = generator.integers(0, 4000, (12, 12), dtype=np.uint16)

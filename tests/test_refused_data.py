@@ -252,7 +252,7 @@ def test_every_broken_image_of_a_folder_is_named(tmp_path: Path) -> None:
         for number in range(6):
             file = tmp_path / label / f"{number}.png"
             file.parent.mkdir(exist_ok=True)
-            Image.new("L", (8, 8), 20 * number).save(file)
+            Image.new("L", (8, 8), 20 * number + (label == "dog")).save(file)
     for name in ("cat/0", "cat/4", "dog/2"):
         (tmp_path / f"{name}.png").write_bytes(b"no picture")
     refusal(

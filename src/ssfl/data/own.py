@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ssfl.data import decoding, folds, pictures
+from ssfl.data import copies, decoding, folds, pictures
 from ssfl.data.dataset import UNLABELLED, Dataset, statistics
 from ssfl.data.hands import Hands, Index
 from ssfl.errors import DataError, SsflWarning
@@ -48,6 +48,16 @@ class Files:
         images."""
         train, test = ([f for files in part.values() for f in files] for part in (self.train, self.test))
         return train + self.unlabelled + test
+
+    @property
+    def labelled(self) -> dict[Path, str]:
+        """The class of each labelled training image."""
+        return {file: name for name, files in self.train.items() for file in files}
+
+    @property
+    def tested(self) -> dict[Path, str]:
+        """The class of each test image."""
+        return {file: name for name, files in self.test.items() for file in files}
 
     @property
     def groups(self) -> Index | None:
@@ -91,7 +101,7 @@ def sort_files(folder: Path, test_fraction: float) -> Files:
     train = {entry.name: pictures.list_images(entry) for entry in classes}
     for entry in classes:
         if not train[entry.name]:
-            raise DataError(f"{entry}: holds no images; add some or remove the folder")
+            raise DataError(f"{pictures.nothing_in(entry)}; add some or remove the folder")
     homes_of_classes = [(file, places[0] / name) for name, files in train.items() for file in files]
     groups = folds.subjects(homes_of_classes)
     numbered = [] if groups is None else groups.tolist()
@@ -128,10 +138,10 @@ def sort_files(folder: Path, test_fraction: float) -> Files:
         )
     ]
     if split and "test" in inner and not any(test.values()):
-        raise DataError(f"{inner['test']}: holds no images; add some of each class")
+        raise DataError(f"{pictures.nothing_in(inner['test'])}; add some of each class")
     for entry in (entry for base in bare if base.is_dir() for entry in pictures.list_folders(base)):
         if not pictures.list_images(entry):
-            raise DataError(f"{entry}: holds no images; add some or remove the folder")
+            raise DataError(f"{pictures.nothing_in(entry)}; add some or remove the folder")
     homes = {f: f.relative_to(base).parts[0] for base, fs in bare.items() for f in fs if f.parent != base}
     return Files(
         train, unlabelled, test, split and "test" in inner, [homes.get(file, "") for file in unlabelled],
@@ -150,6 +160,8 @@ def load_folder(folder: Path, size: int | None, test_fraction: float, broken: st
     files = sort_files(folder, test_fraction)
     decoded = decoding.decoded(files.everything, None if size is None else (size, size))
     files = readable(files, decoded.broken, broken)
+    for line in doubts(folder, files):
+        warnings.warn(line, SsflWarning, stacklevel=3)
     test_labels = torch.tensor(files.labels(files.test), dtype=torch.int64)
     first = len(decoded.images) - len(test_labels)
     images, test_images = decoded.images[:first], decoded.images[first:]
@@ -210,6 +222,21 @@ def readable(files: Files, broken: decoding.Broken, policy: str) -> Files:
         files, train=train, test=test, unlabelled=[files.unlabelled[place] for place in places],
         homes=[files.homes[place] for place in places],
     )  # fmt: skip
+
+
+def doubts(folder: Path, files: Files) -> list[str]:
+    """Returns lines of text about what is probably wrong in a folder of images."""
+    names: dict[str, list[str]] = {}
+    for name in files.train:
+        names.setdefault(name.strip().casefold(), []).append(name)
+    alike = [" and ".join(f'"{name}"' for name in same) for same in names.values() if len(same) > 1]
+    lines = [pictures.ignored(folder)]
+    lines += [
+        f"the classes {same} differ only in capital letters or in spaces at the ends: if they are the same "
+        "class, move their images into one folder"
+        for same in alike
+    ]
+    return [line for line in lines + copies.warn_about(files.labelled, files.tested) if line]
 
 
 def owners(files: Files) -> dict[str, Any]:

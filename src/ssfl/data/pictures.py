@@ -2,6 +2,7 @@
 
 import os
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from ssfl.core.plain_files import require_plain
+from ssfl.core.words import count
 from ssfl.data.dataset import WHITE
 from ssfl.data.formats import reading
 from ssfl.errors import DataError
@@ -20,6 +22,16 @@ if TYPE_CHECKING:
 IMAGE_SUFFIXES = frozenset(
     (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm")
 )
+OTHER_FORMATS = {
+    ".dcm": "DICOM", ".dicom": "DICOM", ".nii": "NIfTI",
+    ".heic": "HEIC", ".avif": "AVIF", ".jp2": "JPEG 2000",
+    ".svs": "whole slides",
+}  # fmt: skip
+"""Formats of images that ssfl does not read, by the ending of the file name."""
+SILENT = frozenset(("thumbs.db", "ehthumbs.db", "desktop.ini", "ssfl.toml"))
+"""Names of files that are usual in folders of images, so that no message says that they are ignored."""
+LISTED_KINDS = 5
+"""A message about ignored files names at most this many kinds."""
 APART, MARKED = 24, 0.01
 """Two limits for `grey_pixels`. An image is grey if its channels differ by more than 24 levels in less than 1
 % of its pixels."""
@@ -40,32 +52,70 @@ def list_folders(folder: Path) -> list[Path]:
 def list_images(folder: Path, nested: bool = True) -> list[Path]:
     """Returns the image files in a folder, sorted by path. With `nested`, those in its sub-folders are
     included. Hidden files and folders are left out. If there is no such folder, the list is empty."""
+    return sorted(file for file in _files(folder, nested) if file.suffix.lower() in IMAGE_SUFFIXES)
+
+
+def _files(folder: Path, nested: bool) -> Iterator[Path]:
+    """Yields the files in a folder that are not hidden. With `nested`, those in its sub-folders are
+    included."""
 
     def unreadable(error: OSError) -> None:
         raise error
 
-    images: list[Path] = []
     with reading(folder):
         if not folder.is_dir():
-            return images
+            return
         for place, inner, files in os.walk(folder, onerror=unreadable):
             inner[:] = [name for name in inner if nested and not name.startswith(".")]
-            images += [
-                Path(place) / name
-                for name in files
-                if Path(name).suffix.lower() in IMAGE_SUFFIXES and not name.startswith(".")
-            ]
-    return sorted(images)
+            yield from (Path(place) / name for name in files if not name.startswith("."))
+
+
+def ignored(folder: Path) -> str:
+    """Returns one line about the files of a folder and its sub-folders that are no images that ssfl reads;
+    an empty text if there are none. Hidden files and those in `SILENT` do not count."""
+    others = [file for file in _files(folder, True) if file.name.lower() not in SILENT]
+    kinds = Counter(file.suffix.lower() for file in others)
+    for suffix in IMAGE_SUFFIXES:
+        kinds.pop(suffix, None)
+    if not kinds:
+        return ""
+    named = [f"{many:,} {_kind(suffix)}" for suffix, many in kinds.most_common(LISTED_KINDS)]
+    rest = sum(kinds.values()) - sum(many for _, many in kinds.most_common(LISTED_KINDS))
+    named += [f"{rest:,} others"] if rest else []
+    number = sum(kinds.values())
+    are = (
+        "is not an image that ssfl reads and is" if number == 1 else "are not images that ssfl reads and are"
+    )
+    return f"{count(number, 'file')} {are} ignored: {', '.join(named)}"
+
+
+def _kind(suffix: str) -> str:
+    """Returns the ending of a file name, and what to do with such files if they are images."""
+    name = OTHER_FORMATS.get(suffix)
+    return (suffix or "without an ending") + (f" ({name}; convert them to PNG first)" if name else "")
+
+
+def nothing_in(folder: Path) -> str:
+    """Returns a text that says that a folder has no images, and which other files it has."""
+    line = ignored(folder)
+    return f"{folder}: holds no images" + (f" ({line})" if line else "")
 
 
 def _opened(path: Path) -> "Image.Image":
     """Returns the image file, opened with Pillow. Raises if the path is not a regular file, because reading
     from a named pipe (FIFO) would wait forever. Also raises if the image has more than `MOST_PIXELS`."""
-    from PIL import Image
+    from PIL import Image, UnidentifiedImageError
 
     require_plain(path)
     try:
         image = Image.open(path)
+    except UnidentifiedImageError:
+        if path.suffix.lower() in IMAGE_SUFFIXES:
+            raise
+        kinds = ", ".join(sorted(IMAGE_SUFFIXES))
+        raise DataError(
+            f"{path}: ssfl does not read this kind of file: {_kind(path.suffix.lower())}; it reads {kinds}"
+        ) from None
     except Image.DecompressionBombError:
         size = "far too many pixels"
     else:

@@ -3,6 +3,7 @@ of images."""
 
 import difflib
 import importlib.util
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from ssfl.data.own import load_folder
 from ssfl.errors import DataError
 
 DIGITS = tuple("0123456789")
+_ADDRESS = re.compile(r"(https?|ftp|s3|gs):/+", re.IGNORECASE)
 EMNIST_CLASSES = tuple("0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabdefghnqrt")
 CIFAR_CLASSES: tuple[str, ...] = (
     *("airplane", "automobile", "bird", "cat", "deer"),
@@ -96,12 +98,15 @@ def load(
 
 def image_files(paths: Iterable[str | Path]) -> list[Path]:
     """Returns the image files at these paths. A folder is replaced by all image files in it. Raises if a
-    folder has none."""
+    folder has none, or if a path is an address of the web."""
     files: list[Path] = []
     for path in map(Path, paths):
+        if address := _ADDRESS.match(str(path)):
+            where = f"{address[1]}://{str(path)[address.end() :]}"  # Path turned // into /
+            raise DataError(f"{where}: ssfl reads no addresses; download the image first, and name its file")
         inside = pictures.list_images(path) if path.is_dir() else [path]
         if not inside:
-            raise DataError(f"{path}: holds no images; give image files, or a folder with images")
+            raise DataError(f"{pictures.nothing_in(path)}; give image files, or a folder with images")
         files += inside
     return files
 

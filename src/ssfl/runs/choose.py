@@ -417,4 +417,5 @@ def require_images(folder: Path, by_itself: bool) -> None:
         return
     if by_itself:
         raise DataError(f"{folder} holds no images: name their folder with --images FOLDER; {layout}")
-    raise DataError(f"{folder} holds no images ({', '.join(sorted(pictures.IMAGE_SUFFIXES))}): {layout}")
+    kinds, line = ", ".join(sorted(pictures.IMAGE_SUFFIXES)), pictures.ignored(folder)
+    raise DataError(f"{folder} holds no images ({kinds}){line and '; '}{line}: {layout}")

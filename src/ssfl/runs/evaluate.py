@@ -189,7 +189,7 @@ def labelled_files(folder: Path, classes: Sequence[str]) -> list[tuple[Path, int
     for name, place in places.items():
         files = pictures.list_images(place)
         if not files:
-            raise DataError(f"{place}: holds no images; add images, or remove the folder")
+            raise DataError(f"{pictures.nothing_in(place)}; add images, or remove the folder")
         labelled += [(file, list(classes).index(name)) for file in files]
     loose = len(pictures.list_images(folder, nested=False))
     if loose:

@@ -12,6 +12,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from ssfl.core.words import count
+from ssfl.data.hands import Hands
 from ssfl.engines import local
 from ssfl.engines.memory import peak
 from ssfl.engines.work import Work
@@ -113,6 +115,14 @@ def lines(sim: Simulation, expected: Forecast | None) -> list[str]:
             f": about {duration(expected.seconds)} ({duration(expected.round)} per round{extra}) and "
             f"{expected.memory / 1e9:.1f} GB of memory, estimated from one {measured}"
         )
+    free = np.setdiff1d(Hands.of(sim.parts.users).flat, sim.parts.server)
+    if sim.config.data.path is not None and sim.config.data.path[-4:] != ".npz":
+        labelled = sim.dataset.labelled
+        if len(free) and labelled == len(sim.dataset.labels):
+            shown.append(
+                f"there is no unlabelled/, so {len(free):,} of {count(labelled, 'labelled training image')} "
+                "are given to the users without their labels (split.server_labels: how many the server keeps)"
+            )
     if sim.dataset.grey is not None and not sim.config.data.flip:
         total = len(sim.dataset.images) + len(sim.dataset.test_images)
         if 2 * sim.dataset.grey > total:
