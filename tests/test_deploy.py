@@ -6,10 +6,12 @@ What goes wrong between processes is in test_deploy_faults.py.
 import dataclasses
 import io
 import json
+import ssl
 import stat
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from flwr.app.message import make_message
 from PIL import Image
 from rich.console import Console
 
+from conftest import Call
 from ssfl.cli import main
 from ssfl.config.loading import load_config
 from ssfl.config.settings import Config, FederationSettings
@@ -588,6 +591,80 @@ def test_keys_are_private_and_never_overwritten(tmp_path: Path) -> None:
     names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     assert names.get_values_for_type(x509.DNSName) == ["fl.example.org", "localhost"]
     assert [str(a) for a in names.get_values_for_type(x509.IPAddress)] == ["10.1.2.3", "127.0.0.1"]
+
+
+def test_a_host_is_added_to_the_certificate_and_site_files_stay_valid(tmp_path: Path, ssfl: Call) -> None:
+    code, out, _ = ssfl("keys", "init")
+    assert code == 0
+    assert "localhost" in out  # for other machines it must be made with --host
+    assert "--host" in out
+    folder = tmp_path / "keys"
+    keys.add(folder, "aachen")
+    before = {file: file.read_bytes() for file in folder.iterdir()}
+    code, _, err = ssfl("keys", "init")
+    assert code == 2
+    assert "--host" in err  # the certificate alone, or everything
+    assert "ssfl keys add" in err
+    for host in ("localhost", "127.0.0.1", "fl.example.org", "::1"):
+        code, out, _ = ssfl("keys", "init", "--host", host)
+        assert code == 0
+        assert host in out
+    after = {file: file.read_bytes() for file in folder.iterdir()}
+    assert [file.name for file in after if before.get(file) != after[file]] == ["centre.crt"]
+    assert stat.S_IMODE((folder / "centre.crt").stat().st_mode) == 0o600
+    authority = keys.read_site(folder / "aachen.site").authority.decode()
+    for host, good in {"localhost": True, "fl.example.org": True, "::1": True, "example.org": False}.items():
+        assert shakes_hands(folder, authority, host) == good
+    with pytest.raises(SsflError, match="https://"):
+        keys.add_hosts(folder, ["https://fl.example.org"])
+    (folder / "ca.key").write_text("nonsense")
+    with pytest.raises(SsflError, match=r"ca\.key"):
+        keys.add_hosts(folder, ["other.example.org"])
+    assert (folder / "centre.crt").read_bytes() == after[folder / "centre.crt"]
+
+
+def shakes_hands(folder: Path, authority: str, host: str) -> bool:
+    """Whether a site with this authority trusts the centre with this keys folder under this name."""
+    server = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    server.load_cert_chain(folder / "centre.crt", folder / "centre.key")
+    trust = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    trust.load_verify_locations(cadata=authority)
+    there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ends = (
+        trust.wrap_bio(back, there, server_hostname=host),
+        server.wrap_bio(there, back, server_side=True),
+    )
+    for _ in range(3):
+        for end in ends:
+            try:
+                end.do_handshake()
+            except ssl.SSLWantReadError:
+                continue
+            except ssl.SSLCertVerificationError:
+                return False
+    return True
+
+
+def test_a_certificate_that_expires_soon_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys.init(tmp_path / "keys", [])
+    assert keys.check_dates(tmp_path / "keys") == ""
+    expires = datetime.now(UTC) + timedelta(days=365 * keys.YEARS - 1)
+
+    class Later(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> "Later":
+            return cls.fromtimestamp((expires - timedelta(days=29)).timestamp(), tz)
+
+    monkeypatch.setattr(keys, "datetime", Later)
+    warning = keys.check_dates(tmp_path / "keys")
+    assert f"{expires:%Y-%m-%d}" in warning
+    assert "ssfl keys init" in warning
+
+
+def test_without_a_keys_folder_the_advice_is_to_make_one(folders: Path, ssfl: Call) -> None:
+    code, _, err = ssfl("serve", "--data", str(folders / "labelled"), "--keys", "keys")
+    assert code == 2
+    assert "ssfl keys init" in err
 
 
 def test_a_key_is_revoked_or_replaced(tmp_path: Path) -> None:

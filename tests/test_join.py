@@ -19,7 +19,7 @@ Answer = Callable[[str], tuple[int, bytes]]
 
 
 @contextmanager
-def serving(answer: Answer, ring: Path | None) -> Iterator[tuple[str, list[str]]]:
+def serving(answer: Answer, ring: Path | None, host: str = "127.0.0.1") -> Iterator[tuple[str, list[str]]]:
     """A real web server with an answer for each path; its address, and the paths that it was asked for."""
     asked: list[str] = []
 
@@ -38,7 +38,7 @@ def serving(answer: Answer, ring: Path | None) -> Iterator[tuple[str, list[str]]
         def log_message(self, *words: object) -> None:
             pass
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+    with ThreadingHTTPServer((host, 0), Handler) as server:
         server.daemon_threads = True
         if ring is not None:
             context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -46,7 +46,7 @@ def serving(answer: Answer, ring: Path | None) -> Iterator[tuple[str, list[str]]
             server.socket = context.wrap_socket(server.socket, server_side=True)
         threading.Thread(target=server.serve_forever, daemon=True).start()
         try:
-            yield f"127.0.0.1:{server.server_port}", asked
+            yield f"{host}:{server.server_port}", asked
         finally:
             server.shutdown()
 

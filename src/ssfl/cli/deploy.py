@@ -36,14 +36,27 @@ def keys_init(
         typer.Option(help="A host name or address at which sites reach the centre; repeatable."),
     ] = None,
 ) -> None:
-    """Make a keys folder with the centre's certificate.
+    """Make a keys folder with the centre's certificate. If the folder exists, --host adds a host to the
+    certificate.
 
     Example: ssfl keys init --host fl.example.org
     """
     require_flower()
     from ssfl.deploy import keys
 
+    if host and (folder / "ca.key").exists():
+        keys.add_hosts(folder, host)
+        print(
+            f"the centre's certificate in {folder} is now also for {', '.join(host)}; all .site files stay "
+            "valid. A running centre uses it after it is stopped and continued"
+        )
+        return
     keys.init(folder, host or [])
+    if not host:
+        print(
+            "the centre's certificate is only for sites on this machine (localhost): for other machines, run "
+            f"`ssfl keys init --dir {quote(str(folder))} --host HOST`"
+        )
     print(
         f"made the centre's keys in {folder}; next, run `ssfl keys add NAME --dir {quote(str(folder))}` for "
         "each site"

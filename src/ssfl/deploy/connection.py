@@ -190,9 +190,15 @@ def _check_certificate(address: str, error: Exception) -> None:
             f"the certificate of {address} is not valid yet by this machine's clock ({now}): correct the "
             "clock"
         ) from error
+    if "mismatch, certificate is not valid for" in str(error):
+        host = address.rpartition(":")[0].strip("[]")
+        raise SsflError(
+            f"the centre's certificate is not valid for {host}: check the address, or ask the operator of "
+            f"the centre to run `ssfl keys init --host {host}`, to stop the centre and to continue the run. "
+            "This site's key stays valid"
+        ) from error
     if "CERTIFICATE_VERIFY_FAILED" in str(error):
         raise SsflError(
             f"the certificate of {address} does not match this site file: check the address, or ask the "
-            "operator of the centre for a new site file. The operator must list this host in `ssfl keys "
-            "init --host`"
+            "operator of the centre for a new site file"
         ) from error

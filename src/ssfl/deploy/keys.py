@@ -23,6 +23,7 @@ from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.types import CertificatePublicKeyTypes
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from ssfl.core import plain_files
@@ -32,6 +33,8 @@ LARGEST = 1 << 20
 """The largest size of a key file, in bytes."""
 YEARS = 5
 """For how many years a new certificate is valid."""
+SOON = 30
+"""The centre warns if a certificate expires within this many days."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 """The pattern that a site's name must match."""
 NAME_RULE = "at most 63 letters a-z and A-Z, digits, '-', '_' and '.', with a letter or digit first"
@@ -55,9 +58,15 @@ class SiteKey:
 def init(folder: Path, hosts: Sequence[str]) -> list[Path]:
     """Creates a keys folder with the keys and certificates of the centre and of the authority that signs the
     centre's certificate. `hosts` are the names or addresses by which sites will reach the centre. Returns the
-    created files."""
+    created files. Raises if one of them exists."""
     files = [folder / name for name in ("ca.key", "ca.crt", "centre.key", "centre.crt")]
-    _require_free(files)
+    for file in files:
+        if file.exists():
+            raise SsflError(
+                f"{file} exists already and is not overwritten. To add a host to the centre's certificate, "
+                f"use `ssfl keys init --dir {quote(str(folder))} --host HOST`: the .site files stay valid. "
+                f"To make everything anew, also each .site file, use {NEW_KEYS}"
+            )
     names = [_host(host) for host in dict.fromkeys([*hosts, "localhost", "127.0.0.1"])]
     authority, centre = (ec.generate_private_key(ec.SECP384R1()) for _ in range(2))
     issuer = _called("ssfl federation")
@@ -69,19 +78,37 @@ def init(folder: Path, hosts: Sequence[str]) -> list[Path]:
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(authority.public_key()), critical=False)
         .sign(authority, hashes.SHA384())
     )
-    known_by = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.public_key())
-    certificate = (
-        _certificate(_called("ssfl centre"), issuer, centre.public_key())
-        .add_extension(x509.SubjectAlternativeName(names), critical=False)
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
-        .add_extension(known_by, critical=False)
-        .sign(authority, hashes.SHA384())
-    )
-    contents = [_private(authority), root.public_bytes(PEM), _private(centre), certificate.public_bytes(PEM)]
+    certificate = _centre_certificate(centre.public_key(), names, issuer, authority)
+    contents = [_private(authority), root.public_bytes(PEM), _private(centre), certificate]
     for file, content in zip(files, contents, strict=True):
         _write(file, content)
     return files
+
+
+def add_hosts(folder: Path, hosts: Sequence[str]) -> None:
+    """Replaces the centre's certificate by one that is also valid for these names or addresses.
+
+    The centre's key and the authority stay the same, so all .site files stay valid.
+    """
+    new = [_host(host) for host in dict.fromkeys(hosts)]
+    check_dates(folder)
+    file = folder / "centre.crt"
+    try:
+        old = x509.load_pem_x509_certificate(_read(file, ""))
+        names = old.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        authority = serialization.load_pem_private_key(_read(folder / "ca.key", ""), None)
+    except (ValueError, TypeError, x509.ExtensionNotFound, UnsupportedAlgorithm):
+        authority = None
+    if authority is None or not isinstance(authority, ec.EllipticCurvePrivateKey):
+        raise SsflError(
+            f"{folder} has another centre.crt or ca.key than `ssfl keys init` made: restore them from a "
+            f"backup, or make new keys with {NEW_KEYS}"
+        )
+    everyone = [*names, *(name for name in new if name not in names)]
+    fresh = folder / "centre.crt.new"
+    fresh.unlink(missing_ok=True)
+    _write(fresh, _centre_certificate(old.public_key(), everyone, old.issuer, authority))
+    fresh.replace(file)
 
 
 def add(folder: Path, name: str) -> Path:
@@ -220,9 +247,10 @@ class Watch:
         self.known = now
 
 
-def check_dates(folder: Path) -> None:
+def check_dates(folder: Path) -> str:
     """Raises if a certificate in the keys folder is not valid today, because every site would refuse the
-    connection."""
+    connection. Returns a warning if one expires in the next `SOON` days, and "" otherwise."""
+    warning = ""
     for file in (folder / "ca.crt", folder / "centre.crt"):
         try:
             read = x509.load_pem_x509_certificate(_read(file, _init(folder)))
@@ -236,6 +264,12 @@ def check_dates(folder: Path) -> None:
                 f"the certificate {file} is valid from {first:%Y-%m-%d} to {last:%Y-%m-%d}, but not today: "
                 f"check the clock, or make new keys with {NEW_KEYS}, and send each site its new file"
             )
+        if not warning and last - datetime.now(UTC) < timedelta(days=SOON):
+            warning = (
+                f"the certificate {file} expires on {last:%Y-%m-%d}: before that day, make new keys with "
+                f"{NEW_KEYS}, and send each site its new file"
+            )
+    return warning
 
 
 def _init(folder: Path) -> str:
@@ -278,13 +312,32 @@ def _called(name: str) -> x509.Name:
 
 
 def _certificate(
-    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey
+    subject: x509.Name, issuer: x509.Name, key: CertificatePublicKeyTypes
 ) -> x509.CertificateBuilder:
     """Returns an unsigned certificate for this public key. It is valid from yesterday on, for `YEARS`
     years."""
     start = datetime.now(UTC) - timedelta(days=1)  # the clocks of machines differ
     return x509.CertificateBuilder(
         issuer, subject, key, x509.random_serial_number(), start, start + timedelta(days=365 * YEARS)
+    )
+
+
+def _centre_certificate(
+    public: CertificatePublicKeyTypes,
+    names: Sequence[x509.GeneralName],
+    issuer: x509.Name,
+    authority: ec.EllipticCurvePrivateKey,
+) -> bytes:
+    """Returns the centre's certificate for these names, signed by the authority, as PEM text."""
+    known_by = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.public_key())
+    return (
+        _certificate(_called("ssfl centre"), issuer, public)
+        .add_extension(x509.SubjectAlternativeName(names), critical=False)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+        .add_extension(known_by, critical=False)
+        .sign(authority, hashes.SHA384())
+        .public_bytes(PEM)
     )
 
 

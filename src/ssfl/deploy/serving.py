@@ -77,14 +77,13 @@ def serve(config: Config | None, path: Path, place: Place, again: bool, view: Fe
     not used. Otherwise it creates this folder. `place` has the options of `ssfl serve`, and `view` shows the
     progress.
     """
+    warning = "" if place.keys is None else keyring.check_dates(place.keys)
     known = {} if place.keys is None else keyring.sites(place.keys)
-    if place.keys is not None:
-        if not known:
-            raise SsflError(
-                f"{place.keys} has no key of a site: make one with `ssfl keys add NAME --dir "
-                f"{quote(str(place.keys))}`"
-            )
-        keyring.check_dates(place.keys)
+    if place.keys is not None and not known:
+        raise SsflError(
+            f"{place.keys} has no key of a site: make one with `ssfl keys add NAME --dir "
+            f"{quote(str(place.keys))}`"
+        )
     count = place.sites if place.keys is None else len(known)
     needed = place.sites or len(known)
     if not count:
@@ -93,6 +92,8 @@ def serve(config: Config | None, path: Path, place: Place, again: bool, view: Fe
         raise ConfigError(f"--sites {needed}: only {count} sites have keys. Add keys, or use at most {count}")
     with opened(config, path, again, list(known), count) as (sim, terms, names), silenced():
         folder.write_atomic(path / resuming.SERVE, json.dumps(place.options()).encode() + b"\n")
+        if warning:
+            view.tell(f"warning: {warning}")
         view.tell(_labelled(sim))
         notes: Queue[dict[str, Any]] = Queue()
         size = sim.message_bytes()
