@@ -447,6 +447,27 @@ def test_before_the_first_round_everybody_is_waited_for_as_long_as_there_is_pati
         made.fleet.gather(first=True)
 
 
+def test_an_unchanged_line_is_repeated_ever_more_seldom(
+    folders: Path, hall: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Clock:
+        passed = 0.0
+
+        def monotonic(self) -> float:
+            return self.passed
+
+        def sleep(self, seconds: float) -> None:
+            self.passed += seconds
+
+    monkeypatch.setattr(fleet, "time", Clock())
+    made, grid, lines = hall(config_of(folders, []), patience=4000.0)
+    grid.absent = {55, 66, 77}
+    with pytest.raises(RunError):
+        made.fleet.gather(first=True)
+    waiting = [line for line in lines if line.startswith("waiting: ")]
+    assert 5 < len(waiting) < 15
+
+
 def test_sites_that_name_themselves_may_come_one_after_another(folders: Path, hall: Open) -> None:
     made, grid, _ = hall(config_of(folders, []))
     made.fleet.names, made.fleet.asked = [], True

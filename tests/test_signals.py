@@ -2,6 +2,7 @@
 goes on later to the same bytes. Real processes, really signalled."""
 
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -222,3 +223,10 @@ def test_sigterm_to_a_centre_that_waits_for_sites_ends_it_and_flowers_process(
     assert ended(serve, lambda: stage.said("serve")) == 143
     assert "Traceback" not in stage.said("serve")
     wait_until(lambda: gone(below), f"{below} were left behind")
+    words = shlex.split(stage.said("serve").splitlines()[-1].partition("`")[2].rstrip("`"))
+    assert words[:3] == ["ssfl", "serve", "--resume"]
+    again = stage.ssfl("again", *words[1:])  # as it is printed
+    stage.until("again", "waiting: 0 of 3")
+    again.send_signal(signal.SIGINT)
+    assert ended(again, lambda: stage.said("again")) == 130
+    assert shlex.join(words) in stage.said("again").splitlines()[-1]

@@ -21,8 +21,9 @@ from ssfl.deploy import post, wire
 from ssfl.deploy.sites import EXCLUDED, Sites
 from ssfl.errors import DataError, RunError
 
-LINE_EVERY = 10.0
-"""Seconds between two output lines about missing sites."""
+LINE_EVERY, SELDOM = 10.0, 600.0
+"""Seconds after which an unchanged line about missing sites is printed again, the first time and at most. The
+time doubles with each repetition."""
 SHARE = 2 / 3
 """The default quorum, as a fraction of the sites that have joined."""
 FEWEST = 2
@@ -173,7 +174,7 @@ class Fleet(Sites):
         there are too few sites after `patience` seconds, an error is raised. There is one exception: if the
         sites have keys, a quorum is then enough to start the first round.
         """
-        end, shown_at, shown = time.monotonic() + self.patience, 0.0, ""
+        end, shown_at, shown, pause = time.monotonic() + self.patience, 0.0, "", LINE_EVERY
         while True:
             try:
                 self.look()
@@ -208,7 +209,8 @@ class Fleet(Sites):
                     f"{line} after {self.patience:.0f} s: start the missing sites, or wait for fewer with "
                     f"{'--sites' if first else '--quorum'}"
                 )
-            if line != shown or time.monotonic() - shown_at > LINE_EVERY:
+            if line != shown or time.monotonic() - shown_at > pause:
+                pause = LINE_EVERY if line != shown else min(2 * pause, SELDOM)
                 shown_at, shown = time.monotonic(), line
                 self.tell(f"waiting: {line}")
             time.sleep(1)

@@ -2,6 +2,7 @@
 `opened` and `conduct` also serve federations that run under Flower's own commands (`flower.py`)."""
 
 import json
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ from ssfl.deploy import link, silenced
 from ssfl.deploy.centre import prepare, with_sites
 from ssfl.deploy.fleet import Fleet
 from ssfl.deploy.view import FederationView
-from ssfl.errors import ConfigError, RunError, SsflError
+from ssfl.errors import ConfigError, RunError, SsflError, Stopped
 from ssfl.runs import (
     checkpoints,
     folder,
@@ -32,6 +33,7 @@ from ssfl.runs import (
 )  # fmt: skip
 from ssfl.runs.checkpoints import Checkpoint
 from ssfl.runs.result import Result
+from ssfl.signals import Terminated
 from ssfl.simulate.simulation import Simulation
 
 DEFAULTS = {"--host": "0.0.0.0", "--port": 8443, "--deadline": 120.0, "--patience": 600.0}
@@ -90,7 +92,11 @@ def serve(config: Config | None, path: Path, place: Place, again: bool, view: Fe
         raise ConfigError("the number of sites is unknown: without keys, set it with --sites")
     if needed > count:
         raise ConfigError(f"--sites {needed}: only {count} sites have keys. Add keys, or use at most {count}")
-    with opened(config, path, again, list(known), count) as (sim, terms, names), silenced():
+    with (
+        opened(config, path, again, list(known), count) as (sim, terms, names),
+        silenced(),
+        _stoppable(sim.config, path),
+    ):
         folder.write_atomic(path / resuming.SERVE, json.dumps(place.options()).encode() + b"\n")
         if warning:
             view.tell(f"warning: {warning}")
@@ -118,6 +124,19 @@ def serve(config: Config | None, path: Path, place: Place, again: bool, view: Fe
             if place.keys is not None:
                 fleet.look = keyring.Watch(place.keys, known, set(gone), fleet, grid.renew).look
             return conduct(sim, terms, fleet, path, again, place.share, view)
+
+
+@contextmanager
+def _stoppable(config: Config, path: Path) -> Iterator[None]:
+    """If Ctrl-C or SIGTERM stops the `with` block outside of a round, raises an error with the command that
+    continues the run in the folder `path`. If the run is finished, nothing is changed."""
+    try:
+        yield
+    except (KeyboardInterrupt, Terminated) as stop:
+        if folder.read_summary(path) is not None:
+            raise
+        by = signal.SIGTERM if isinstance(stop, Terminated) else signal.SIGINT
+        raise Stopped(f"stopped; continue with `{resuming.command(config, path)}`", by) from None
 
 
 def _labelled(sim: Simulation) -> str:
