@@ -803,6 +803,10 @@ def test_a_site_names_what_it_cannot_read_and_goes_on_with_the_rest(folders: Pat
     assert str(empty) in lines[1]
     with pytest.raises(DataError):
         images.usable([broken, empty], lines.append)
+    lines.clear()
+    with pytest.raises(DataError, match="nope"):
+        images.usable([tmp_path / "nope"], lines.append)
+    assert lines == []
 
 
 def test_a_site_says_that_its_images_are_brighter_than_the_centres(tmp_path: Path) -> None:

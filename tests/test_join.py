@@ -92,6 +92,44 @@ def test_a_server_that_is_no_centre_is_one_clear_line(
     assert "key" not in line
 
 
+def in_use(path: str) -> tuple[int, bytes]:
+    return 412, b'{"code":2004,"detail":"Failed to activate SuperNode."}'
+
+
+def test_a_key_that_a_connected_site_uses_is_one_clear_line(folders: Path, ring: Path, ssfl: Call) -> None:
+    with serving(in_use, ring) as (place, _):
+        code, out, err = ssfl("join", place, "--data", str(folders / "aachen"), "--key",
+                              str(ring / "aachen.site"), "--device", "cpu", "--patience", "2")  # fmt: skip
+    assert code == 2
+    [line] = err.splitlines()
+    assert "uses this key" in line
+    assert out.count("uses this key") == 1
+    assert "SuperNode" not in out + err
+
+
+@pytest.mark.slow
+def test_a_key_on_two_machines_is_told_at_both_ends(folders: Path, ring: Path, stage: Stage) -> None:
+    port = free_port()
+    serve = stage.serve(folders, ring, port, *sets())
+    first = stage.join("aachen", port, folders, ring)
+    stage.until("serve", "aachen has connected")
+    second = stage.ssfl("second", "join", f"127.0.0.1:{port}", "--data", folders / "bonn", "--key",
+                        ring / "aachen.site", "--device", "cpu")  # fmt: skip
+    assert stage.ended(second) == 2
+    assert "uses this key" in stage.said("second").splitlines()[-1]
+    assert stage.said("serve").count("refused: aachen sent ") == 1
+    assert serve.poll() is None
+    assert first.poll() is None
+
+
+def test_a_certificate_for_another_host_is_one_clear_line(folders: Path, ring: Path, ssfl: Call) -> None:
+    with serving(broken, ring, "127.0.0.2") as (place, _):
+        code, _, err = ssfl("join", place, "--data", str(folders / "aachen"), "--key",
+                            str(ring / "aachen.site"), "--device", "cpu", "--patience", "2")  # fmt: skip
+    assert code == 2
+    assert "ssfl keys init --host 127.0.0.2" in err
+
+
 @pytest.mark.parametrize(
     "address",
     [

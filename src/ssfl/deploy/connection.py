@@ -160,14 +160,21 @@ class _Attempts:
         elif status >= 500:
             what = f"{self.address} answers with an error"
             fix = "check that it is the address of the centre, and ask the operator of the centre for help"
+        elif status == internals.KEY_IN_USE:
+            what = f"{self.address} does not let this site join"
+            why = "a connected site uses this key"
+            fix = (
+                "stop the other `ssfl join` with this key. If it is not yours, ask the operator of the "
+                "centre for a key of your own"
+            )
         else:
             what = f"{self.address} does not let this site join"
             fix = "check that it is the address of the centre"
             if self.has_key:
                 fix += (
-                    ". If it is, this site's key is unknown there, revoked, or used by another site. If the "
-                    "key was added after the centre started, ask its operator to stop the centre and "
-                    "continue with `ssfl serve --resume RUN --keys FOLDER`"
+                    ". If it is, this site's key is unknown there, or revoked. If the key was added after "
+                    "the centre started, ask its operator to stop the centre and continue with `ssfl serve "
+                    "--resume RUN --keys FOLDER`"
                 )
         if time.monotonic() > self.began + seconds:
             raise SsflError(f"{what} ({why}), also after {seconds:.0f} s: {fix}") from error

@@ -88,6 +88,8 @@ def _try(file: Path) -> None:
 def usable(files: list[Path], tell: Tell) -> ImageFiles:
     """Returns the image files that can be decoded, and reports each of the others with `tell`. Raises if no
     file can be decoded."""
+    if len(files) == 1 and not files[0].exists():
+        raise DataError(f"{files[0]}: there is no such file or folder; check the path after --data")
     good = ImageFiles()
     for number, result in decoding.each(files, _try, "checking images"):
         if isinstance(result, DataError):
@@ -95,8 +97,6 @@ def usable(files: list[Path], tell: Tell) -> ImageFiles:
         else:
             good.append(files[number])
     if not good:
-        if len(files) == 1 and not files[0].exists():
-            raise DataError(f"{files[0]}: there is no such file or folder; check the path after --data")
         raise DataError(
             f"none of the image files can be read ({len(files)} tried, see the reasons above): check the "
             "path after --data, or repair the files"

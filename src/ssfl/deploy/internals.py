@@ -78,6 +78,8 @@ SERVER = Node(node_id=1)
 node."""
 LATE = (ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.REPLY_MESSAGE_UNAVAILABLE)
 """Flower's error codes for an answer that did not arrive completely before its time ran out."""
+KEY_IN_USE = 412
+"""The HTTP status of Flower's answer to a site that connects with the key of a connected site."""
 TYPES: dict[str, tuple[Any, Any]] = {
     "control/register-node": (control_pb2.RegisterNodeRequest, control_pb2.RegisterNodeResponse),
     "control/unregister-node": (control_pb2.UnregisterNodeRequest, control_pb2.UnregisterNodeResponse),

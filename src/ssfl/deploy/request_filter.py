@@ -43,6 +43,9 @@ WAKE, EXCLUDE, FORGET = "/ssfl/wake", "/ssfl/exclude", "/ssfl/forget"
 """Three paths to which the centre posts a JSON list. /ssfl/wake: messages are waiting for these nodes.
 /ssfl/exclude: the sites of these nodes are excluded. /ssfl/forget: the centre no longer waits for answers to
 the messages with these identifiers."""
+TWICE = 25.0
+"""Seconds after which a site that still counts as connected, but asks to join, must be a second one with the
+same key. A killed site counts as connected for 20 s. A second one gives up after 30 s."""
 Receive = Callable[[], Awaitable[Any]]
 Send = Callable[[Any], Awaitable[None]]
 Report = Callable[[dict[str, Any]], None]
@@ -92,6 +95,8 @@ class RequestFilter:
         removed."""
         self.excluded: dict[int, int] = {}
         """For each node of an excluded site: how many more of its requests are answered."""
+        self._turned_away: dict[int, float] = {}
+        """For each node that may not join because it counts as connected: since when (`time.monotonic`)."""
         self.notes = Notes(tell)
 
     def tick(self) -> None:
@@ -212,6 +217,8 @@ class RequestFilter:
             answer = await self._handled(path, body, node, host, send)
         else:
             answer = await self._passed_on(scope, body, receive, send)
+            if node is not None and path.endswith("/activate-node"):
+                self._activated(node, host, answer is not None)
         if joining:
             self.nodes.pop(key, None)
         if node is not None and answer is not None:
@@ -256,6 +263,16 @@ class RequestFilter:
 
         await self.flower.app(scope, replay, watch)
         return b"" if good else None
+
+    def _activated(self, node: int, host: str, accepted: bool) -> None:
+        """Handles whether Flower let a site join. Reports to the centre if it has not for `TWICE` seconds,
+        because the site counts as connected. A site that was killed comes back sooner."""
+        if accepted:
+            self._turned_away.pop(node, None)
+        elif time.monotonic() - self._turned_away.setdefault(node, time.monotonic()) > TWICE:
+            del self._turned_away[node]
+            why = f"a request to join from {host} with the key of a connected site: is it used twice?"
+            self._note(node, host, why, lost=False)
 
     def _follow(self, node: int, path: str, body: bytes, answer: bytes) -> None:
         """Updates what is known about a node after a request was answered: whether messages may be waiting
