@@ -45,7 +45,9 @@ def subjects(files: Sequence[tuple[Path, Path]]) -> Index | None:
     sub-folder of that folder belong to the same subject. For files outside sub-folders, the file name shows
     the subject. A file whose name shows none is a group of its own.
 
-    Returns None if no two files belong together, or if one group would have more than half of all files.
+    Returns None if no two files belong together, or if one group would have more than half of all files. Also
+    returns None if all files of each class would be one group, as in `CLASS/images/*.png`: then the
+    sub-folder is probably not a patient.
     """
     names = []
     for file, home in files:
@@ -54,6 +56,9 @@ def subjects(files: Sequence[tuple[Path, Path]]) -> Index | None:
     counts = Counter(names)
     if max(counts.values(), default=0) < 2 or max(counts.values()) > len(names) / 2:
         return None  # no group has several images, or the "subject" is probably a camera
+    homes = [home for _, home in files]
+    if len(set(zip(homes, names, strict=True))) == len(set(homes)):
+        return None
     order = {name: number for number, name in enumerate(counts)}
     return np.array([order[name] for name in names])
 

@@ -120,12 +120,6 @@ def sort_files(folder: Path, test_fraction: float) -> Files:
                 )
     else:
         held = _held_out(train, patients, test_fraction)
-        if test_fraction and not held:
-            raise DataError(
-                f"{folder}: no test images can be held out, because each class has images of one patient "
-                "only (a sub-folder of the class, or the beginning of the file names); put images of other "
-                "patients into test/ and these into train/, or rename files that are not of one patient"
-            )
         test = {name: [file for file in files if file in held] for name, files in train.items()}
         train = {name: [file for file in files if file not in held] for name, files in train.items()}
     bare = {place / name: pictures.list_images(place / name) for place in places for name in UNLABELLED}
