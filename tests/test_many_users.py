@@ -198,7 +198,7 @@ def test_split_json_lists_some_users_and_tells_of_all(many: Callable[..., Config
     assert told["size_quartiles"][4] == max(len(user) for user in parts.users)
     assert told["measured_skew"] == split.measured_skew(dataset.labels.numpy(), list(parts.users))
     shown = text.split(config, told)
-    assert shown.startswith(f"{MANY} users by skew R = 0.4")
+    assert shown.startswith(f"{MANY:,} users by skew R = 0.4")
     assert f"and {MANY - text.MOST_USERS} more users" in shown
     assert "users have 200 labelled images" in shown
 
