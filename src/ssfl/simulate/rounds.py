@@ -3,6 +3,8 @@ and for real sites.
 
 A round sends models, trains them, checks and averages the updates that come back, and logs what the round's
 events need. The `Workers` of `protocols.py` do the training, on this machine or at real sites.
+
+A model is a row [P + Q] of P weights and Q running statistics (`core/rows.py`).
 """
 
 import math
@@ -128,7 +130,7 @@ class Round:
 
     def predict(self, rows: Tensor, images: Tensor) -> Tensor:
         """Returns the class probabilities [m, N, classes] that each of the m models `rows` [m, P + Q]
-        predicts for N uint8 images. A model is a row of P weights and Q running statistics."""
+        predicts for N uint8 images."""
         if not len(rows):
             return rows.new_zeros(0, len(images), self.classes)
         return torch.stack([self.sim.predicted(row, images) for row in rows])
@@ -136,16 +138,14 @@ class Round:
     def above_chance(self, row: Tensor, most: int | None = None) -> float:
         """Returns the balanced accuracy of the model `row` [P + Q] minus the accuracy of guessing. It is
         measured on about `most` of the server's labelled images; None means all. The accuracy of guessing is
-        1 divided by the number of classes that these images have. A model is a row of P weights and Q running
-        statistics."""
+        1 divided by the number of classes that these images have."""
         per_class = self.sim.server_score(row, most).per_class
         accuracies = [accuracy for accuracy in per_class if accuracy is not None]
         return sum(accuracies) / len(accuracies) - 1 / len(accuracies)
 
     def confidence(self, row: Tensor, most: int | None = None) -> float:
         """Returns the mean confidence (the probability of the most likely class) of the model `row` [P + Q].
-        It is measured on about `most` of the server's labelled images; None means all. A model is a row of P
-        weights and Q running statistics."""
+        It is measured on about `most` of the server's labelled images; None means all."""
         images, _ = self.sim.server_images(most)
         return float(self.sim.predicted(row, images).amax(-1).mean())
 
@@ -153,13 +153,13 @@ class Round:
 
     def train_server(self, row: Tensor) -> Trained:
         """Trains the model `row` [P + Q] on the server's labelled images. Returns the trained model and its
-        momentum. A model is a row of P weights and Q running statistics."""
+        momentum."""
         return self._train_server(row[None])[1]
 
     def _train_server(self, sent: Tensor) -> tuple[Tensor, Trained]:
         """Trains the m models `sent` [m, P + Q] on the server's labelled images. Returns all m trained
         models, and the first of them with the momentum of all. Usually m = 1; some methods train a copy of
-        the server's model for each group. A model is a row of P weights and Q running statistics."""
+        the server's model for each group."""
         if not self.has_server:
             raise MethodError(
                 "the round trains the server, which has no labelled images: check fed.has_server first",
@@ -186,8 +186,7 @@ class Round:
         """Trains the round's participants and returns the average of each group.
 
         `start` [S, P + Q] are the models of the S groups, or of all users if each keeps its own. Each
-        participant receives its model, and the tensors that `send` returns for it, and trains. A model is a
-        row of P weights and Q running statistics.
+        participant receives its model, and the tensors that `send` returns for it, and trains.
 
         If `server` [P + Q] is not None, the server trains `replicas` copies of this model at the same time. A
         single copy enters the average of every group; otherwise there is one copy for each group. Its weight
@@ -318,8 +317,7 @@ class Round:
         self, sent: Tensor, rows: Tensor, weight: Tensor | None
     ) -> tuple[Tensor, Tensor | None, list[int]]:
         """Applies the gate, if federation.gate is on, to the models `rows` [n, P + Q] that n users trained
-        from `sent` [n, P + Q]. A model is a row of P weights and Q running statistics. `weight` [n] are the
-        users' weights before the gate; None if all are equal.
+        from `sent` [n, P + Q]. `weight` [n] are the users' weights before the gate; None if all are equal.
 
         Returns the models, in which long updates have been shortened, the users' weights [n], and the
         positions of the users to average. The weights are None if all are equal. Users that were refused or
@@ -358,7 +356,7 @@ class Round:
         """Returns the average [P + Q] of the models in a group, by the rule of federation.combine: mean,
         trimmed mean or median. With federation.median_fallback, returns the median instead if that has a
         lower loss on the server's images. `group` are positions in `rows`; for an empty group, all models are
-        averaged. A model is a row of P weights and Q running statistics."""
+        averaged."""
         federation = self.sim.config.federation
         members = list(group) or list(range(len(rows)))
         weights = None if weight is None else weight[members]
@@ -410,8 +408,7 @@ class CohortResult:
 
     sums: Tensor
     """[S, P + Q]: for each of S groups, the weighted sum of its users' models; zero if the models are in
-    `held`. The server's model, with its weight, is added later. A model is a row of P weights and Q running
-    statistics."""
+    `held`. The server's model, with its weight, is added later."""
     matrix: Tensor | None
     """[S, 1 + C]: the weights of the server (first column) and of the C users in the averages of the S
     groups, see `core/averaging.py`. None if users keep models of their own, so that nothing is averaged."""
@@ -425,8 +422,7 @@ class CohortResult:
 def _joined(parts: Sequence[Returned]) -> tuple[Tensor, Tensor | None, Named]:
     """Joins the results of all parts in which a cohort was trained. Returns the models [n, P + Q] of its n
     users and their weights [n] in the average. Also returns, by name, the numbers that the method reported
-    for each user. The weights are None if all are equal. A model is a row of P weights and Q running
-    statistics."""
+    for each user. The weights are None if all are equal."""
     weights = [part.weight for part in parts if part.weight is not None]
     report = {name: torch.cat([part.report[name] for part in parts]) for name in parts[0].report}
     return torch.cat([part.rows for part in parts]), torch.cat(weights) if weights else None, report

@@ -1,7 +1,7 @@
 """A federation on one machine: runs rounds, evaluates models, and returns events.
 
 `runs/assemble.py` makes a simulation from a config, and `runs/round_loop.py` runs its rounds. Nothing here
-writes a file.
+writes a file. A model is a row [P + Q] of P weights and Q running statistics (`core/rows.py`).
 """
 
 from dataclasses import dataclass, field, replace
@@ -299,28 +299,27 @@ class Simulation:
 
     def score(self, row: Tensor, images: Tensor, labels: Tensor) -> scoring.ModelScore:
         """Returns the accuracy and loss of the model `row` [P + Q] on uint8 images [N, C, H, W] with these
-        labels [N]. A model is a row of P weights and Q running statistics."""
+        labels [N]."""
         write_row(self.model, self.layout, row)
         return scoring.score(self.model, self.pool, images, labels, len(self.dataset.classes))
 
     def server_score(self, row: Tensor, most: int | None = None) -> scoring.ModelScore:
         """Returns the accuracy and loss of the model `row` [P + Q] on about `most` of the server's labelled
         images (see `server_images`). It does not average over test views (data.test_views), because rounds
-        call it often. A model is a row of P weights and Q running statistics."""
+        call it often."""
         write_row(self.model, self.layout, row)
         pool, (images, labels) = replace(self.pool, test_views=0), self.server_images(most)
         return scoring.score(self.model, pool, images, labels, len(self.dataset.classes))
 
     def classified(self, row: Tensor, images: Tensor) -> Tensor:
         """Returns the class number [N] that the model `row` [P + Q] predicts for each of N uint8 images. The
-        result is on the CPU. A model is a row of P weights and Q running statistics."""
+        result is on the CPU."""
         write_row(self.model, self.layout, row)
         return scoring.logits(self.model, self.pool, images).argmax(1)
 
     def predicted(self, row: Tensor, images: Tensor) -> Tensor:
         """Returns the class probabilities [N, classes] that the model `row` [P + Q] predicts for N uint8
-        images. Unlike `classified`, it uses no test views. A model is a row of P weights and Q running
-        statistics."""
+        images. Unlike `classified`, it uses no test views."""
         write_row(self.model, self.layout, row)
         self.model.eval()
         with torch.no_grad():
@@ -355,7 +354,7 @@ class Simulation:
     def descent(self, row: Tensor, round: int) -> Tensor | None:
         """Returns the direction [P] in which the P weights must change so that the server's loss falls
         fastest, at the model `row` [P + Q]. The gate compares users' updates with this direction. Returns
-        None if the server has no labels. A model is a row of P weights and Q running statistics.
+        None if the server has no labels.
 
         The loss is on strong views of the server's labelled images, which are drawn anew for each `round`.
         """
@@ -386,6 +385,5 @@ class Simulation:
 
 def evaluated_row(state: State) -> Tensor:
     """Returns the model [P + Q] that is evaluated and saved: the slow average over rounds if the run keeps
-    one (federation.slow_average), otherwise the averaged model. A model is a row of P weights and Q running
-    statistics."""
+    one (federation.slow_average), otherwise the averaged model."""
     return state.memory.get(SLOW, state.average)
