@@ -197,9 +197,9 @@ def unchecked(
     if method is None and resolved and outside.is_outside(name) and not outside.is_trusted(name):
         method = methods.recorded(name, method_settings)
     else:
-        method = methods.require(
-            _section("method", methods.find(name), method_settings) if method is None else method
-        )
+        if method is None:
+            method = _section("method", methods.find(name), method_settings)
+        method = methods.require(method)
     defaults = {} if resolved else type(method).defaults
     typed = {
         section: _section(section, kind, {**defaults.get(section, {}), **rest[section]})

@@ -16,14 +16,7 @@ import torch
 from torch import Tensor
 
 from ssfl.core.draws import below, uniform
-from ssfl.data.operations import (
-    FRACTION,
-    OPERATIONS,
-    level_table,
-    move_tables,
-    stretch_table,
-    weight_table,
-)  # fmt: skip
+from ssfl.data.operations import FRACTION, OPERATIONS, level_table, move_tables, stretch_table, weight_table
 
 __all__ = [
     "OPERATIONS", "STRONG", "STRONG_DRAWS", "WEAK", "WEAK_DRAWS", "View", "apply_operation", "below",

@@ -104,8 +104,8 @@ def sort_files(folder: Path, test_fraction: float) -> Files:
             raise DataError(f"{pictures.nothing_in(entry)}; add some or remove the folder")
     homes_of_classes = [(file, places[0] / name) for name, files in train.items() for file in files]
     groups = folds.subjects(homes_of_classes)
-    numbered = [] if groups is None else groups.tolist()
-    patients = {file: number for (file, _), number in zip(homes_of_classes, numbered, strict=False)}
+    everything = [file for file, _ in homes_of_classes]
+    patients = {} if groups is None else dict(zip(everything, groups.tolist(), strict=True))
     if split and "test" in inner:
         test = {entry.name: pictures.list_images(entry) for entry in pictures.list_folders(inner["test"])}
         for loose in pictures.list_images(inner["test"], nested=False):

@@ -79,10 +79,10 @@ def ignored(folder: Path) -> str:
         kinds.pop(suffix, None)
     if not kinds:
         return ""
-    named = [f"{many:,} {_kind(suffix)}" for suffix, many in kinds.most_common(LISTED_KINDS)]
-    rest = sum(kinds.values()) - sum(many for _, many in kinds.most_common(LISTED_KINDS))
+    shown, number = kinds.most_common(LISTED_KINDS), sum(kinds.values())
+    named = [f"{many:,} {_kind(suffix)}" for suffix, many in shown]
+    rest = number - sum(many for _, many in shown)
     named += [f"{rest:,} others"] if rest else []
-    number = sum(kinds.values())
     are = (
         "is not an image that ssfl reads and is" if number == 1 else "are not images that ssfl reads and are"
     )

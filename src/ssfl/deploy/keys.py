@@ -60,13 +60,11 @@ def init(folder: Path, hosts: Sequence[str]) -> list[Path]:
     centre's certificate. `hosts` are the names or addresses by which sites will reach the centre. Returns the
     created files. Raises if one of them exists."""
     files = [folder / name for name in ("ca.key", "ca.crt", "centre.key", "centre.crt")]
-    for file in files:
-        if file.exists():
-            raise SsflError(
-                f"{file} exists already and is not overwritten. To add a host to the centre's certificate, "
-                f"use `ssfl keys init --dir {quote(str(folder))} --host HOST`: the .site files stay valid. "
-                f"To make everything anew, also each .site file, use {NEW_KEYS}"
-            )
+    _require_free(
+        files,
+        f"to add a host to the centre's certificate, use `ssfl keys init --dir {quote(str(folder))} --host "
+        f"HOST`: the .site files stay valid. To make everything anew, also each .site file, use {NEW_KEYS}",
+    )
     names = [_host(host) for host in dict.fromkeys([*hosts, "localhost", "127.0.0.1"])]
     authority, centre = (ec.generate_private_key(ec.SECP384R1()) for _ in range(2))
     issuer = _called("ssfl federation")
@@ -129,7 +127,7 @@ def add(folder: Path, name: str) -> Path:
             f"replace {name} --dir {quote(str(folder))}`",
             value=name,
         )
-    _require_free([site])
+    _require_free([site], "move it, or use another --dir")
     parts = {"private_key": secret.decode(), "authority": authority.decode()}
     text = "".join(f'{part} = """\n{pem}"""\n' for part, pem in parts.items())
     _write(site, f'name = "{name}"\n{text}'.encode())
@@ -347,11 +345,11 @@ def _private(key: ec.EllipticCurvePrivateKey) -> bytes:
     return content
 
 
-def _require_free(files: Sequence[Path]) -> None:
-    """Raises if one of the files exists, so that no key is overwritten."""
+def _require_free(files: Sequence[Path], advice: str) -> None:
+    """Raises if one of the files exists, so that no key is overwritten. `advice` says what to do then."""
     for file in files:
         if file.exists():
-            raise SsflError(f"{file} exists already and is not overwritten: move it, or use another --dir")
+            raise SsflError(f"{file} exists already and is not overwritten: {advice}")
 
 
 def _write(file: Path, content: bytes) -> None:

@@ -209,7 +209,7 @@ def keep_model(target: Path, card: str, content: RecordDict) -> list[Path]:
         facts = json.loads(card)
         predict.check_description(facts)
         row = wire.unpack(content)
-        network = predict.network_of(facts, target, length=len(row))
+        network = predict.network_of(facts, target, len(row))
         tensors = layout_of(network).unflatten(row)
         predict.check_card(facts, tensors)
         model = predict.classifier_of(network, tensors, facts)

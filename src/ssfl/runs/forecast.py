@@ -115,13 +115,13 @@ def lines(sim: Simulation, expected: Forecast | None) -> list[str]:
             f": about {duration(expected.seconds)} ({duration(expected.round)} per round{extra}) and "
             f"{expected.memory / 1e9:.1f} GB of memory, estimated from one {measured}"
         )
-    free = np.setdiff1d(Hands.of(sim.parts.users).flat, sim.parts.server)
-    if sim.config.data.path is not None and sim.config.data.path[-4:] != ".npz":
-        labelled = sim.dataset.labelled
-        if len(free) and labelled == len(sim.dataset.labels):
+    path, labelled = sim.config.data.path, sim.dataset.labelled
+    if path is not None and not path.endswith(".npz") and labelled == len(sim.dataset.labels):
+        free = len(np.setdiff1d(Hands.of(sim.parts.users).flat, sim.parts.server))
+        if free:
             shown.append(
-                f"there is no unlabelled/, so {len(free):,} of {count(labelled, 'labelled training image')} "
-                "are given to the users without their labels (split.server_labels: how many the server keeps)"
+                f"there is no unlabelled/, so {free:,} of {count(labelled, 'labelled training image')} are "
+                "given to the users without their labels (split.server_labels: how many the server keeps)"
             )
     if sim.dataset.grey is not None and not sim.config.data.flip:
         total = len(sim.dataset.images) + len(sim.dataset.test_images)

@@ -196,7 +196,7 @@ def classifier(
     to build its network. If the network is from outside the package, `make` makes it; None means that its
     import path is used. `path` is the run folder or model file, for messages."""
     length = sum(tensor.numel() for tensor in tensors.values())
-    network = network_of(card, path, make, tensors, length)
+    network = network_of(card, path, length, make, tensors)
     network.to(next(iter(tensors.values())).dtype)
     return classifier_of(network, tensors, card)
 
@@ -204,9 +204,9 @@ def classifier(
 def network_of(
     card: dict[str, Any],
     path: Path,
+    length: int,
     make: external.Factory | None = None,
     tensors: dict[str, Tensor] | None = None,
-    length: int | None = None,
 ) -> nn.Module:
     """Returns the network that a model card names. A network from outside the package is made by `make`, or,
     if `make` is None, found by its import path. Raises if there is neither `make` nor an import path, or if
@@ -229,7 +229,7 @@ def network_of(
         with torch.device("meta"):  # without memory for the weights
             sketch = networks.build(name, classes, (channels, height, width), card["norm"])
         described = rows.layout_of(sketch).length
-        if length is not None and length != described:
+        if length != described:
             raise ValueError(f"its network has {described:,} numbers, and the model has {length:,}")
         return networks.build(name, classes, (channels, height, width), card["norm"])
     if make is None and name == outside.IN_MEMORY:
@@ -329,13 +329,14 @@ def probabilities(
             if part:
                 with torch.no_grad():
                     shares = classifier.averaged(torch.cat(read)).softmax(-1)
-                for file, share in zip(part, shares, strict=True):
-                    if not share.isfinite().all():
-                        raise RunError(
-                            f"{file}: the model's output for this image is not finite: train the model "
-                            "again, or use another model",
-                            value=str(file),
-                        )
+                finite = shares.isfinite().all(1).tolist()
+                if not all(finite):
+                    file = part[finite.index(False)]
+                    raise RunError(
+                        f"{file}: the model's output for this image is not finite: train the model again, or "
+                        "use another model",
+                        value=str(file),
+                    )
                 yield from zip(part, shares, strict=True)
             advance(min(batch, len(files) - start))
 

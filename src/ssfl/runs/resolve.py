@@ -139,13 +139,11 @@ def resolve(config: Config, dataset: Dataset) -> Config:
         labels = len(_server_images(config, dataset))
     elif labels is None:
         smallest = int(counts.min() * (1 - config.data.validation))
-        _, available = set_aside(config, dataset)
-        left = dataset.labels[available]
         if dataset.groups is not None:  # whole patients were set aside, maybe more than data.validation
-            smallest = min(smallest, int(torch.bincount(left[left >= 0], minlength=len(counts)).min()))
+            smallest = min(smallest, int(_labels_left(config, dataset, len(counts)).min()))
         labels = len(counts) * min(100, max(smallest // 2, 1))
         if bool((dataset.labels < 0).any()):  # the unlabelled images are for the users
-            everything = int((left >= 0).sum())
+            everything = int(_labels_left(config, dataset, len(counts)).sum())
             labels = everything if split_settings.labels_at == "server" else len(counts) * smallest
     user_labels = split_settings.user_labels
     if split_settings.labels_at != "server" and user_labels is None:
@@ -252,6 +250,12 @@ def require_users(users: int, owners: int, folder: bool) -> None:
             value=users,
             fix=f"split.users={owners}",
         )
+
+
+def _labels_left(config: Config, dataset: Dataset, classes: int) -> torch.Tensor:
+    """Returns the number of labelled images of each class [classes], without the validation images."""
+    left = dataset.labels[set_aside(config, dataset)[1]]
+    return torch.bincount(left[left >= 0], minlength=classes)
 
 
 def set_aside(config: Config, dataset: Dataset) -> tuple[Index, Index]:

@@ -8,15 +8,18 @@ from ssfl.config.settings import NAMES, Config
 from ssfl.errors import ConfigError
 from ssfl.runs import folder, resolve
 
+COMPARED = ("seed", "folds", "test")
+"""The settings of the section [run] that must be the same when a run is continued."""
+
 
 def require(config: Config, path: Path) -> None:
     """Raises if the folder `path` holds a run with other settings than `config`. This can happen, for
     example, if a method's defaults have changed in a new version. If the folder holds no run, nothing
     happens.
 
-    Of the section [run], only seed, folds and test are compared. Also not compared are federation.gate, the
-    location of the images, and settings that `config` leaves open. The section [split] is not compared if the
-    data name the owner of each image. Nor is split.server_labels, if only users have labels.
+    Of the section [run], only the settings in `COMPARED` are compared. Also not compared are federation.gate,
+    the location of the images, and settings that `config` leaves open. The section [split] is not compared if
+    the data name the owner of each image. Nor is split.server_labels, if only users have labels.
     """
     if not (path / "config.toml").is_file():
         return
@@ -32,7 +35,7 @@ def require(config: Config, path: Path) -> None:
     for section in NAMES:
         was, wanted = asdict(getattr(before, section)), asdict(getattr(now, section))
         for key, value in wanted.items():
-            if section == "run" and key not in ("seed", "folds", "test"):
+            if section == "run" and key not in COMPARED:
                 continue
             left_open = value in (None, "suited") or key in ("root", "download", "path", "gate")
             users_alone = key == "server_labels" and before.split.labels_at == "users"

@@ -113,28 +113,22 @@ class Federation:
             raise StopIteration
         with reproducible(), enough_memory(), interruptible(False) as self._asked:
             torch.set_num_threads(self._threads)
-            try:
-                done = next(self._left)
-            except StopIteration as end:
-                self._end(end.value)
-                raise StopIteration from None
-            except BaseException:
-                self._end(None)
-                raise
+            done = self._advance(self._left)
+            if done is None:
+                raise StopIteration
             self.state = done.state
-            if (
-                done.round == self._sim.rounds
-            ):  # the model is saved now, even if nobody asks for another round
-                self._finish()
+            if done.round == self._sim.rounds:  # save the model now: nobody may ask for another round
+                self._advance(self._left)
         return done
 
-    def _finish(self) -> None:
-        """Finishes the run after its last round."""
-        assert self._left is not None
+    def _advance(self, left: round_loop.Playing) -> Done | None:
+        """Trains the next of the rounds that are left, and returns it. After the last round, finishes the run
+        and returns None."""
         try:
-            next(self._left)
+            return next(left)
         except StopIteration as end:
             self._end(end.value)
+            return None
         except BaseException:
             self._end(None)
             raise
