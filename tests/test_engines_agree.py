@@ -10,6 +10,7 @@ import torch
 from ssfl import methods
 from ssfl.config.settings import Config
 from ssfl.core.losses import Losses
+from ssfl.core.rows import write_row
 from ssfl.data import split
 from ssfl.federation import State, Step
 from ssfl.methods import parts
@@ -17,6 +18,7 @@ from ssfl.methods.overlap_sgd import OverlapSgd
 from ssfl.methods.server_only import ServerOnly
 from ssfl.models.external import Factory
 from ssfl.runs import assemble
+from ssfl.simulate import scoring
 from ssfl.simulate.plan import Owners
 from ssfl.simulate.simulation import Simulation
 
@@ -230,3 +232,22 @@ def test_the_same_engine_is_bit_identical(quick: Make, engine: str) -> None:
             state, _ = sim.play(state)
         rows.append(state.average)
     assert torch.equal(rows[0], rows[1])
+
+
+def test_the_engines_evaluate_images_without_augmentation(
+    quick: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a GPU does in rounds whose method looks at the server's labels. Batches need not be full."""
+    monkeypatch.setattr(scoring, "at_once", lambda shape: 10)
+    for sim in both(quick("model.norm=batch")):
+        row, places = warmed(sim, 1).average, torch.arange(5, 42)
+        found = sim.by_engine(row, places)
+        write_row(sim.model, sim.layout, row)
+        expected = scoring.logits(sim.model, sim.pool, sim.pool.images[places]).softmax(1)
+        assert torch.allclose(found, expected, atol=1e-6)
+        labels = sim.pool.labels[places]
+        ours = scoring.of_logits(found.log(), labels, 10)
+        theirs = scoring.score(sim.model, sim.pool, sim.pool.images[places], labels, 10)
+        assert ours.accuracy == theirs.accuracy
+        assert ours.per_class == theirs.per_class
+        assert abs(ours.loss - theirs.loss) < 1e-5

@@ -143,6 +143,22 @@ class Small(nn.Module):
 
 
 @pytest.mark.parametrize("engine", ["loop", "vmap"])
+def test_the_guards_evaluation_is_the_plain_one_within_bfloat16(quick: Make, engine: str) -> None:
+    sim = assemble.make(
+        quick(f"run.engine={engine}", "model.norm=batch", "train.precision=bfloat16", "run.device=cuda")
+    )
+    state = sim.initial()
+    for _ in range(3):
+        state, _ = sim.play(state)
+    places, labels = sim._server_places(None)
+    plain = sim.score(state.average, sim.pool.images[places], labels)
+    for most in (None, 30, None):
+        again = sim.server_score(state.average, most)
+    assert abs(again.loss - plain.loss) < 0.02 * plain.loss
+    assert abs(again.accuracy - plain.accuracy) <= 0.05
+
+
+@pytest.mark.parametrize("engine", ["loop", "vmap"])
 def test_a_module_from_outside_does_on_a_gpu_as_on_a_cpu(quick: Make, engine: str) -> None:
     settings = [f"run.engine={engine}", "train.precision=float64", "method.threshold=0.105"]
     rows = []

@@ -5,6 +5,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ssfl.core.rows import Layout
+from ssfl.engines import buffers
 from ssfl.engines.buffers import StepBuffers, sgd, sgd_by_kernels
 from ssfl.engines.work import Optimizer
 from ssfl.models import layers, networks
@@ -240,6 +242,74 @@ def test_a_convolution_adds_a_tensor_before_it_computes_the_sums(
     assert torch.equal(to_weight, torch.autograd.grad(alone, weight, towards)[0])
 
 
+@pytest.mark.parametrize("older", [True, False])
+@pytest.mark.parametrize("slope", [0.0, 1.0])
+@pytest.mark.parametrize("added", [True, False])
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "size", "kernel", "stride"),
+    [(32, 32, 32, 3, 1), (64, 128, 16, 3, 2), (64, 128, 16, 1, 2), (256, 512, 8, 3, 1), (3, 64, 8, 3, 1)],
+)
+def test_a_convolution_that_is_normalised_with_fixed_statistics(
+    inputs: int, outputs: int, size: int, kernel: int, stride: int, added: bool, slope: float, older: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    if older:  # what GPUs before Hopper use
+        monkeypatch.setattr(triton_tma, "hopper", lambda device: False)
+    x, weight = random(10, inputs, size, size), random(2, outputs, inputs, kernel, kernel, seed=2)
+    gain, shift = random(2, outputs, seed=3), random(2, outputs, seed=4)
+    mean, var = torch.randn(2, outputs, device="cuda"), torch.rand(2, outputs, device="cuda") + 0.5
+    var[0, 3] = -1e-9  # as noise may make it; it counts as 0
+    exact = plain(x.float(), weight.float(), None, stride, kernel // 2).unflatten(0, (2, -1))
+    scale = gain.float() / (var.clamp(min=0) + 1e-5).sqrt()
+    exact = (exact - mean[:, None, :, None, None]) * scale[:, None, :, None, None]
+    exact = (exact + shift.float()[:, None, :, None, None]).flatten(0, 1)
+    add = random(*exact.shape, seed=5) if added else None
+    exact = exact if add is None else exact + add.float()
+    found = convolution.convolve_and_normalise(
+        x, weight, stride, kernel // 2, mean, var, gain, shift, 1e-5, slope, add
+    )
+    assert close(found, torch.where(exact > 0, exact, slope * exact))
+
+
+@pytest.mark.parametrize("older", [True, False])
+@pytest.mark.parametrize("norm", ["batch", "group"])
+@pytest.mark.parametrize(("inputs", "outputs", "stride"), [(64, 64, 1), (64, 128, 2), (32, 64, 2)])
+@pytest.mark.parametrize("wide", [True, False])
+def test_a_block_that_passes_its_input_on_has_the_plain_gradients(
+    inputs: int, outputs: int, stride: int, norm: str, wide: bool, older: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Compares with a block in which PyTorch adds the gradients of the two uses of a tensor."""
+    if older:  # what GPUs before Hopper use
+        monkeypatch.setattr(triton_tma, "hopper", lambda device: False)
+    kind = networks.WideBlock if wide else networks.BasicBlock
+    block = kind(inputs, outputs, stride, norm).cuda().bfloat16().train()
+    for name, buffer in block.named_buffers():
+        buffer.data = buffer.data.float() + (0.5 if "mean" in name else 0)
+    following = layers.normalisation("none", outputs)
+    state = {name: torch.stack([value, value * 1.1]) for name, value in block.state_dict().items()}
+    weights = {name: value.requires_grad_() for name, value in state.items() if "running" not in name}
+    x = random(2 * 8, inputs, 16, 16).requires_grad_()
+
+    def gradients() -> tuple[Tensor, ...]:
+        more = (None, following) if wide else ()
+        out = torch.func.functional_call(block, state | weights, (x, *more))
+        out = out[0] if wide else out
+        return torch.autograd.grad(out, [x, *weights.values()], random(*out.shape, seed=2))
+
+    ours = gradients()
+    monkeypatch.setattr(
+        networks, "convolve_activate_and_pass",
+        lambda conv, norm, x, slope=0.0: (layers.convolve_and_activate(conv, norm, x, slope=slope), x),
+    )  # fmt: skip
+    monkeypatch.setattr(
+        networks, "activate_and_pass",
+        lambda norm, x, slope, sums: (layers.activate(norm, x, slope=slope, sums=sums), x),
+    )  # fmt: skip
+    for one, other in zip(ours, gradients(), strict=True):
+        assert close(one, other.float())
+
+
 @pytest.mark.parametrize("training", [True, False])
 def test_a_networks_batch_norm_is_the_plain_layers(training: bool) -> None:
     layer, x = layers.BatchNorm(32).cuda().train(training), random(6, 32, 8, 8) + 1
@@ -326,6 +396,45 @@ def test_a_step_by_kernels_is_the_plain_step(optimizer: Optimizer, taken: list[i
             assert torch.allclose(getattr(fast, field)[name], value, atol=1e-5), (field, name)
     assert all(torch.equal(fast.narrow[name], value.bfloat16()) for name, value in fast.weights.items())
     assert int(fast.step) == 2
+
+
+@pytest.mark.parametrize("taken", [None, [3, 1, 2]])
+@pytest.mark.parametrize(("momentum", "nesterov"), [(0.9, True), (0.0, False)])
+def test_joined_vectors_take_the_step_of_each(
+    momentum: float, nesterov: bool, taken: list[int] | None
+) -> None:
+    from ssfl.models.kernels import triton_sgd
+
+    shapes: tuple[tuple[int, ...], ...] = ((70,), (3, 4, 2), (9,), (5,), (70,))
+    layout = Layout(("a", "filters", "b", "c", "mean"), shapes, (70, 24, 9, 5, 70), 108)
+    rows, speed = torch.randn(3, 178, device="cuda"), torch.randn(3, 108, device="cuda")
+    kinds = {"weights": torch.float32, "velocity": torch.float32, "narrow": torch.bfloat16}
+    joined = buffers._join(layout, rows, 3, kinds)
+    assert joined is not None
+    assert joined.names == ("a", "b", "c")
+    joined.load(rows, speed)
+    parts = {kind: buffers._parts(joined, layout, 3, kind) for kind in kinds}
+    apart = {kind: {name: value.clone() for name, value in parts[kind].items()} for kind in kinds}
+    before, after = layout.unflatten(rows), layout.unflatten(speed)
+    for name in joined.names:
+        assert torch.equal(apart["weights"][name], before[name])
+        assert torch.equal(apart["velocity"][name], after[name])
+        assert torch.equal(apart["narrow"][name], before[name].bfloat16())
+    gradients = {name: random(*before[name].shape, seed=7) for name in joined.names}
+    rates = torch.tensor([[1.0, 1, 1], [0.1, 0.2, 0.3]], device="cuda")
+    step = torch.ones(1, dtype=torch.int64, device="cuda")
+    limit = None if taken is None else torch.tensor(taken, device="cuda")
+    when = rates, step, limit, 0.01, momentum, nesterov
+    memory, flat = joined.memory, torch.cat([value.flatten() for value in gradients.values()])
+    triton_sgd.update_joined(
+        memory["weights"], memory["velocity"], flat, memory["narrow"], joined.owner, joined.place, *when
+    )
+    for name, gradient in gradients.items():
+        one = [apart[kind][name] for kind in ("weights", "velocity")]
+        triton_sgd.update(one[0], one[1], gradient, apart["narrow"][name], *when)
+    for kind in kinds:
+        for name in joined.names:
+            assert torch.equal(parts[kind][name], apart[kind][name]), (kind, name)
 
 
 def test_a_kernel_that_is_compiled_ahead_is_not_run() -> None:

@@ -5,6 +5,7 @@ The tensors stay at fixed addresses. On a GPU a step is recorded as a CUDA graph
 writes the same memory.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -14,6 +15,35 @@ from torch import Tensor
 from ssfl.core.rows import Layout, lengths, placed
 from ssfl.core.step import Named, along
 from ssfl.engines.work import Optimizer, Pool, Work
+
+APART = 64
+"""Joined tensors begin at multiples of this many values. GPU kernels are faster if addresses are multiples of
+16 bytes."""
+
+
+@dataclass(frozen=True)
+class Joined:
+    """The weight vectors of n models, such as biases. They are small, so they lie in common memory, where one
+    GPU kernel updates all of them. They have V values in total."""
+
+    names: tuple[str, ...]
+    owner: Tensor
+    """[V]: the model to which each value belongs."""
+    column: Tensor
+    """[V]: the position of each value in its model's row."""
+    place: Tensor
+    """[V]: the position of each value in the common memory."""
+    memory: Named
+    """The common memory of the buffers by name: "weights", "narrow", "velocity" and "received". Those that
+    the step does not need are left out."""
+
+    def load(self, rows: Tensor, momentum: Tensor) -> None:
+        """Copies the values from the models `rows` [n, P + Q], and the velocity from the `momentum` [n, P],
+        into the common memory."""
+        values = rows[self.owner, self.column]
+        for name, memory in self.memory.items():
+            source = momentum[self.owner, self.column] if name == "velocity" else values
+            memory[self.place] = source.to(memory.dtype)
 
 
 @dataclass(frozen=True)
@@ -46,6 +76,8 @@ class StepBuffers:
     taken: Tensor | None = None
     """[n]: how many of the round's T steps each trainer takes. After these steps its tensors no longer
     change. None: all take T."""
+    joined: Joined | None = None
+    """The vectors among the weights, if they lie in common memory."""
 
     @property
     def models(self) -> int:
@@ -65,6 +97,9 @@ class StepBuffers:
         if self.models > len(rows):
             rows, momentum = rows[chosen], momentum[chosen]
         values = layout.unflatten(rows)
+        joined = () if self.joined is None else self.joined.names
+        if self.joined is not None:
+            self.joined.load(rows, momentum)
         for buffers, tensors in (
             (self.weights, values),
             (self.received, values),
@@ -73,7 +108,8 @@ class StepBuffers:
             (self.velocity, layout.unflatten(momentum)),
         ):
             for name, buffer in buffers.items():
-                buffer.copy_(tensors[name])
+                if name not in joined:
+                    buffer.copy_(tensors[name])
         self.work.keys.copy_(work.keys[:, chosen])
         self.work.batches.copy_(work.batches[chosen])
         if self.work.labelled is not None and work.labelled is not None:
@@ -125,12 +161,24 @@ def make_buffers(
     tensors = list(layout.unflatten(rows).items())
     trained, statistics = tensors[: layout.trained], tensors[layout.trained :]
     rounded = pool.dtype != rows.dtype
-    weights = {name: empty(value) for name, value in trained} if learns or not rounded else {}
+    kinds = {"weights": rows.dtype} if learns or not rounded else {}
+    kinds |= {"velocity": rows.dtype} if learns else {}
+    kinds |= {"received": rows.dtype} if received else {}
+    kinds |= {"narrow": pool.dtype} if rounded else {}
+    joined = _join(layout, rows, models, kinds) if rows.is_cuda else None
+
+    def each(kind: str) -> Named:
+        if kind not in kinds:
+            return {}
+        small = {} if joined is None else _parts(joined, layout, models, kind)
+        return {n: small[n] if n in small else empty(value, kinds[kind]) for n, value in trained}
+
+    weights = each("weights")
     return StepBuffers(
         weights,
-        {name: empty(value) for name, value in trained} if learns else {},
-        {name: empty(value) for name, value in trained} if received else {},
-        {name: empty(value, pool.dtype) for name, value in trained} if rounded else weights,
+        each("velocity"),
+        each("received"),
+        each("narrow") if rounded else weights,
         rounded,
         {name: empty(value) for name, value in statistics},
         replace(work, lr_scale=None, taken=None).map(
@@ -140,7 +188,39 @@ def make_buffers(
         work.keys.new_zeros(1),
         {name: rows.new_zeros(models) for name in metrics},
         None if work.taken is None else empty(work.taken),
+        joined,
     )
+
+
+def _join(layout: Layout, rows: Tensor, models: int, kinds: dict[str, torch.dtype]) -> Joined | None:
+    """Returns common memory for the weight vectors of `models` models, for buffers of these kinds and number
+    types. Returns None if the network has fewer than two of them."""
+    trained = list(zip(layout.names, layout.sizes, layout.shapes, strict=True))[: layout.trained]
+    vectors = tuple(name for name, _, shape in trained if len(shape) == 1)
+    if len(vectors) < 2:
+        return None
+    owner, column, place, start, end = [], [], [], 0, 0
+    for name, size, _ in trained:
+        if name in vectors:
+            values = torch.arange(models * size)
+            owner.append(values // size)
+            column.append(values % size + start)
+            place.append(values + end)
+            end += -(-len(values) // APART) * APART
+        start += size
+    memory = {kind: rows.new_zeros(end, dtype=dtype) for kind, dtype in kinds.items()}
+    one, two, three = (torch.cat(each).to(rows.device) for each in (owner, column, place))
+    return Joined(vectors, one, two, three, memory)
+
+
+def _parts(joined: Joined, layout: Layout, models: int, kind: str) -> Named:
+    """Returns the joined weight tensors [models, ...] by name, as parts of the common memory of one kind."""
+    shapes, parts, end = dict(zip(layout.names, layout.shapes, strict=True)), {}, 0
+    for name in joined.names:
+        part = joined.memory[kind][end : end + models * math.prod(shapes[name])]
+        parts[name] = part.view(models, *shapes[name])
+        end += -(-len(part) // APART) * APART
+    return parts
 
 
 def sgd(
@@ -178,18 +258,26 @@ def _write(buffer: Tensor, new: Tensor, busy: Tensor | None) -> None:
 def sgd_by_kernels(
     buffers: StepBuffers, gradients: Named, statistics: Named, metrics: Named, optimizer: Optimizer
 ) -> None:
-    """Does the same as `sgd` on a GPU, with one kernel for each weight tensor. There is no gradient clipping
-    (`Optimizer.clip`)."""
+    """Does the same as `sgd` on a GPU, with one kernel for each large weight tensor, and one for all weight
+    vectors. There is no gradient clipping (`Optimizer.clip`)."""
     from ssfl.models.kernels import triton_sgd
 
+    constants = optimizer.weight_decay, optimizer.momentum, optimizer.nesterov
+    joined, when = buffers.joined, (buffers.rates, buffers.step, buffers.taken)
+    if joined is not None and all(name in gradients for name in joined.names):
+        memory, small = joined.memory, [gradients[name].flatten() for name in joined.names]
+        triton_sgd.update_joined(
+            memory["weights"], memory["velocity"], torch.cat(small), memory.get("narrow"),
+            joined.owner, joined.place, *when, *constants,
+        )  # fmt: skip
+        gradients = {name: value for name, value in gradients.items() if name not in joined.names}
     for name, gradient in gradients.items():
         weight = buffers.weights[name]
         if not _same_format(gradient, weight):
             gradient = torch.empty_like(weight, dtype=gradient.dtype).copy_(gradient)
         triton_sgd.update(
             weight, buffers.velocity[name], gradient, buffers.narrow[name] if buffers.rounded else None,
-            buffers.rates, buffers.step, buffers.taken,
-            optimizer.weight_decay, optimizer.momentum, optimizer.nesterov,
+            *when, *constants,
         )  # fmt: skip
     _end_step(buffers, statistics, metrics)
 

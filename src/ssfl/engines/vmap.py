@@ -141,7 +141,7 @@ class Vmap:
         if rows.is_cuda:
             models = max(len(rows), work.seats)  # the same number, however many users drop out
             probabilities = self._replayed(
-                ("predict", models, work.batches.shape[1:]), models, rows, unused, work
+                ("predict", models, work.kind), models, rows, unused, work
             ).probabilities
             assert probabilities is not None
             # a copy, because the next round overwrites the memory

@@ -133,8 +133,8 @@ class Work:
     role: str
     """Who trains: "user" or "server"."""
     views: tuple[str, ...]
-    """The views of the images that each step needs: "weak", "strong", or "mixed" (weak views, but strong ones
-    for every second image)."""
+    """The views of the images that each step needs: "weak", "strong", "mixed" (weak views, but strong ones
+    for every second image), or "plain" (without augmentation, instead of "weak")."""
     keys: Tensor
     """[4, n]: the keys from which the random numbers of this round are drawn, for four purposes and n
     trainers. See `round_keys`."""
@@ -296,9 +296,11 @@ def round_keys(seed: int, round: int, trainers: Tensor) -> Tensor:
 
 
 def for_prediction(work: Work) -> Work:
-    """Returns the work for predicting instead of training: the same images, but only in weak views."""
+    """Returns the work for predicting instead of training: the same images, but only in weak views. If the
+    work has plain views, it keeps them."""
+    views = ("plain",) if "plain" in work.views else ("weak",)
     return replace(
-        work, views=("weak",), labelled=None, tensors={}, extra_images={}, sent={}, lr_scale=None, taken=None
+        work, views=views, labelled=None, tensors={}, extra_images={}, sent={}, lr_scale=None, taken=None
     )
 
 
@@ -381,6 +383,9 @@ def _views(
     weak = strong = labelled_views = own_labels = None
     if "strong" in work.views:
         strong = views("strong", images, strong_keys)
+    if "plain" in work.views:
+        plain = pool.normalised(pool.images[chosen.reshape(-1)])
+        weak = plain.unflatten(0, (rows, size))
     if "weak" in work.views:
         weak = views("weak", images, weak_keys)
     if "mixed" in work.views:

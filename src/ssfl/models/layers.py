@@ -114,6 +114,16 @@ class BatchNorm(nn.Module):
         self.running_mean, self.running_var = mean.detach(), var.detach()
         return y
 
+    def activated_and_passed(self, x: Tensor, slope: float, sums: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Returns `activated` of x, and x itself for its other use (see `activate_and_pass`). Only for
+        training mode."""
+        y, _, _, mean, var, x = fused.BatchNormAndPass.apply(
+            x, self.weight, self.bias, self.running_mean, self.running_var,
+            self.momentum, self.eps, slope, sums,
+        )  # fmt: skip
+        self.running_mean, self.running_var = mean, var
+        return y, x
+
 
 def normalisation(norm: str, channels: int) -> nn.Module:
     """Returns the normalisation layer for the setting model.norm: GroupNorm for "group", BatchNorm for
@@ -159,14 +169,17 @@ def activate(
     norm: nn.Module, x: Tensor, add: Tensor | None = None, slope: float = 0.0, sums: Tensor | None = None
 ) -> Tensor:
     """Returns activation(norm(x) + add); nothing is added if `add` is None. The activation is ReLU, or a
-    leaky ReLU with the negative slope `slope` if this is not 0. Where ssfl's GPU kernels can be used, they
-    compute everything in one pass over the images. `sums` are what `convolve_and_add` returned with x."""
+    leaky ReLU with the negative slope `slope` if this is not 0; 1 means none. Where ssfl's GPU kernels can be
+    used, they compute everything in one pass over the images. `sums` are what `convolve_and_add` returned
+    with x."""
     if isinstance(norm, GroupNorm) and norm.weight.dim() == 2 and fused.suit(x, norm.num_groups):
         return fused.group_norm(x, norm.weight, norm.bias, add, norm.num_groups, norm.eps, slope)
     if isinstance(norm, BatchNorm) and norm.suits(x):
         return norm.activated(x, add, slope, sums)
     x = norm(x)
     x = x if add is None else x + add
+    if slope == 1:
+        return x
     return F.leaky_relu(x, slope) if slope else F.relu(x)
 
 
@@ -174,14 +187,50 @@ def convolve_and_activate(
     conv: Conv2d, norm: nn.Module, x: Tensor, add: Tensor | None = None, slope: float = 0.0
 ) -> Tensor:
     """Returns `activate` of the convolution of x. For batch normalisation, ssfl's GPU kernels compute its
-    statistics together with the convolution. This saves a pass over the images."""
+    statistics together with the convolution. In evaluation mode, they compute everything together. This saves
+    passes over the images."""
     level = _level(norm)
+    if (
+        isinstance(norm, BatchNorm)
+        and not norm.training
+        and not torch.is_grad_enabled()
+        and _with_kernels(conv, x)
+    ):
+        return convolution.convolve_and_normalise(
+            x, conv.weight, conv.stride[0], int(conv.padding[0]), norm.running_mean, norm.running_var,
+            norm.weight, norm.bias, norm.eps, slope, add,
+        )  # fmt: skip
     if level is not None and _with_kernels(conv, x):
         y, sums = convolution.convolve_with_moments(
             x, conv.weight, conv.stride[0], int(conv.padding[0]), level, None
         )
         return activate(norm, y, add, slope, sums)
     return activate(norm, conv(x), add, slope)
+
+
+def convolve_activate_and_pass(
+    conv: Conv2d, norm: nn.Module, x: Tensor, slope: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """Returns the same as `convolve_and_activate`, and x itself. Use this x wherever x is needed again, such
+    as for the shortcut of a residual block. Then ssfl's GPU kernels add the gradients of both uses without a
+    further pass over the images."""
+    if torch.is_grad_enabled() and x.requires_grad and _with_kernels(conv, x):
+        y, sums, x = convolution.ConvolveAndPass.apply(
+            x, conv.weight, conv.stride[0], int(conv.padding[0]), _level(norm)
+        )
+        return activate(norm, y, slope=slope, sums=sums), x
+    return convolve_and_activate(conv, norm, x, slope=slope), x
+
+
+def activate_and_pass(
+    norm: nn.Module, x: Tensor, slope: float = 0.0, sums: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Returns activation(norm(x)), and x itself. As with `convolve_activate_and_pass`, use this x wherever x
+    is needed again."""
+    trains = norm.training and torch.is_grad_enabled() and x.requires_grad
+    if trains and isinstance(norm, BatchNorm) and norm.suits(x) and not torch.compiler.is_compiling():
+        return norm.activated_and_passed(x, slope, sums)
+    return activate(norm, x, slope=slope, sums=sums), x
 
 
 def convolve_and_add(

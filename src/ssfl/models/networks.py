@@ -15,6 +15,8 @@ from ssfl.models.layers import (
     Conv2d,
     Linear,
     activate,
+    activate_and_pass,
+    convolve_activate_and_pass,
     convolve_and_activate,
     convolve_and_add,
     dropout,
@@ -98,8 +100,12 @@ class BasicBlock(nn.Module):
             self.shortcut.append(normalisation(norm, outputs))
 
     def forward(self, x: Tensor) -> Tensor:
-        out = convolve_and_activate(self.conv1, self.norm1, x)
-        return convolve_and_activate(self.conv2, self.norm2, out, add=self.shortcut(x))
+        out, short = convolve_activate_and_pass(self.conv1, self.norm1, x)
+        if len(self.shortcut):
+            conv, norm = self.shortcut
+            assert isinstance(conv, Conv2d)
+            short = convolve_and_activate(conv, norm, short, slope=1.0)
+        return convolve_and_activate(self.conv2, self.norm2, out, add=short)
 
 
 class ResNet18(nn.Module):
@@ -120,7 +126,7 @@ class ResNet18(nn.Module):
         self.fc = Linear(512, classes)
 
     def forward(self, x: Tensor, key: Tensor | None = None) -> Tensor:
-        x = self.blocks(activate(self.norm, self.conv(x)))
+        x = self.blocks(convolve_and_activate(self.conv, self.norm, x))
         return self.fc(x.mean((2, 3)))  # type: ignore[no-any-return]
 
 
@@ -194,9 +200,12 @@ class WideBlock(nn.Module):
         """Returns the block's result. Also returns the sums that a GPU kernel computes with it for the
         normalisation `following` the block, and gets those for its own first normalisation; None if there are
         none."""
-        out = activate(self.norm1, x, slope=0.1, sums=sums)
-        short = x if isinstance(self.shortcut, nn.Identity) else self.shortcut(out)
-        out = convolve_and_activate(self.conv1, self.norm2, out, slope=0.1)
+        out, short = activate_and_pass(self.norm1, x, slope=0.1, sums=sums)
+        if isinstance(self.shortcut, nn.Identity):
+            out = convolve_and_activate(self.conv1, self.norm2, out, slope=0.1)
+        else:
+            out, again = convolve_activate_and_pass(self.conv1, self.norm2, out, slope=0.1)
+            short = self.shortcut(again)
         return convolve_and_add(self.conv2, out, short, following)
 
 

@@ -251,7 +251,8 @@ class Round:
             if self.sim.config.federation.skip_unlabelled:
                 learned = (result.metrics["mask_rate"] > 0).to(sent.dtype)
                 result = result._replace(weight=learned if result.weight is None else learned * result.weight)
-            momenta.append(result.momentum)
+            if keeps or ranks is not None:
+                momenta.append(result.momentum)
             # Equations (7) and (8): each group averages its users (the server joins in `_averaged`).
             if hold:
                 held.append((sent, result))

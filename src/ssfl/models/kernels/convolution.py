@@ -115,16 +115,53 @@ def _(
     return x.new_empty(x.shape[0], *size, weight.shape[1]).movedim(-1, -3), sums
 
 
+@operator("ssfl::convolve_and_normalise", gradient=False)
+def convolve_and_normalise(
+    x: Tensor, weight: Tensor, stride: int, padding: int, mean: Tensor, var: Tensor, gain: Tensor,
+    shift: Tensor, eps: float, slope: float, add: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Returns the same as `convolve`, without bias, after batch normalisation and activation, as in
+    evaluation mode. `mean`, `var` and the layer's parameters `gain` and `shift` are [n, O]; `eps` is the
+    constant that is added to the variance. The activation is a leaky ReLU with the negative slope `slope`. If
+    `add` is not None, it is added before the activation. There is no gradient."""
+    from ssfl.models.kernels import triton_batch, triton_conv
+
+    norm = triton_batch.Fixed(
+        mean.contiguous(), var.contiguous(), gain.contiguous(), shift.contiguous(), eps, slope
+    )
+    summand = None if add is None else pixels_first(add)
+    if weight.shape[2] <= FEW:
+        joined = norm if summand is None else None
+        out = triton_conv.first(x.contiguous(), weight.contiguous(), None, stride, padding, norm=joined)
+        out = out if joined else triton_batch.forward(out, *norm[:4], summand, eps, slope)
+    else:
+        images, filters = pixels_first(x), pixels_first(weight)
+        out = triton_conv.correlate_and_normalise(images, filters, stride, padding, norm, summand)
+    return out.movedim(-1, -3)
+
+
+@fake("ssfl::convolve_and_normalise")
+def _(
+    x: Tensor, weight: Tensor, stride: int, padding: int, mean: Tensor, var: Tensor, gain: Tensor,
+    shift: Tensor, eps: float, slope: float, add: Tensor | None,
+) -> Tensor:  # fmt: skip
+    size = [_out(s, weight.shape[-1], stride, padding) for s in x.shape[2:]]
+    return x.new_empty(x.shape[0], *size, weight.shape[1]).movedim(-1, -3)
+
+
 @operator("ssfl::convolve_images_grad", gradient=False)
-def _images_grad(grad: Tensor, weight: Tensor, size: list[int], stride: int, padding: int) -> Tensor:
+def _images_grad(
+    grad: Tensor, weight: Tensor, size: list[int], stride: int, padding: int, add: Tensor | None
+) -> Tensor:
     from ssfl.models.kernels import triton_conv
 
-    grad_x = triton_conv.spread(pixels_first(grad), pixels_first(weight), size, stride, padding)
-    return grad_x.movedim(-1, -3)
+    summand = None if add is None else pixels_first(add)
+    filters = pixels_first(weight)
+    return triton_conv.spread(pixels_first(grad), filters, size, stride, padding, add=summand).movedim(-1, -3)
 
 
 @fake("ssfl::convolve_images_grad")
-def _(grad: Tensor, weight: Tensor, size: list[int], stride: int, padding: int) -> Tensor:
+def _(grad: Tensor, weight: Tensor, size: list[int], stride: int, padding: int, add: Tensor | None) -> Tensor:
     return grad.new_empty(grad.shape[0], *size, weight.shape[2]).movedim(-1, -3)
 
 
@@ -150,13 +187,16 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(x, weight)
 
 
-def _gradients(ctx: Any, grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Returns the gradients of a convolution with respect to images and filters; None if not needed."""
+def _gradients(
+    ctx: Any, grad: Tensor, x: Tensor, weight: Tensor, add: Tensor | None = None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Returns the gradients of a convolution with respect to images and filters; None if not needed. If `add`
+    is not None, it is added to the gradient of the images."""
     to_x = to_weight = None
     if ctx.needs_input_grad[0]:
         if weight.shape[2] <= FEW:
             raise NotImplementedError("no gradient for pictures")
-        to_x = _images_grad(grad, weight, list(x.shape[2:]), ctx.stride, ctx.padding)
+        to_x = _images_grad(grad, weight, list(x.shape[2:]), ctx.stride, ctx.padding, add)
     if ctx.needs_input_grad[1]:
         to_weight = _weights_grad(grad, x, len(weight), weight.shape[-1], ctx.stride, ctx.padding)
     return to_x, to_weight
@@ -189,3 +229,28 @@ def _backward_with_moments(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Te
 torch.library.register_autograd(
     "ssfl::convolve_with_moments", _backward_with_moments, setup_context=_remember_with_moments
 )
+
+
+class ConvolveAndPass(torch.autograd.Function):
+    """`convolve_with_moments` (without `add`) for images that are also used elsewhere, such as in a residual
+    block. It returns the images, too. If this result is used there, a kernel adds both gradients of the
+    images while it computes one of them. Otherwise PyTorch adds them, in one more pass over the images."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, stride: int, padding: int, level: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.stride, ctx.padding = stride, padding
+        ctx.save_for_backward(x, weight)
+        ctx.set_materialize_grads(False)
+        y, sums = convolve_with_moments(x, weight, stride, padding, level, None)
+        ctx.mark_non_differentiable(sums)
+        return y, sums, x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        grad, _, passed = grads
+        if grad is None:
+            return passed, None, None, None, None
+        x, weight = ctx.saved_tensors
+        return *_gradients(ctx, grad, x, weight, passed), None, None, None

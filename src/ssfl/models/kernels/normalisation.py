@@ -180,13 +180,14 @@ def _(
 @operator("ssfl::batch_norm_grad", gradient=False)
 def _batch_grad(
     grad: Tensor, x: Tensor, y: Tensor, mean: Tensor, var: Tensor, weight: Tensor, bias: Tensor,
-    eps: float, slope: float, added: bool,
+    eps: float, slope: float, added: bool, passed: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     from ssfl.models.kernels import triton_batch
 
     to_x, to_add, to_weight, to_bias = triton_batch.backward(
         pixels_first(grad), pixels_first(x), pixels_first(y), mean, var,
         weight.contiguous(), bias.contiguous(), eps, slope, added,
+        None if passed is None else pixels_first(passed),
     )  # fmt: skip
     return to_x.movedim(-1, -3), to_add.movedim(-1, -3) if added else to_add, to_weight, to_bias
 
@@ -194,7 +195,7 @@ def _batch_grad(
 @fake("ssfl::batch_norm_grad")
 def _(
     grad: Tensor, x: Tensor, y: Tensor, mean: Tensor, var: Tensor, weight: Tensor, bias: Tensor,
-    eps: float, slope: float, added: bool,
+    eps: float, slope: float, added: bool, passed: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     return _like_grads(x, weight, bias, added)
 
@@ -209,9 +210,39 @@ def _remember_batch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...
 def _batch_backward(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
     x, weight, bias, y, mean, var = ctx.saved_tensors
     to_x, to_add, scale, shift = _batch_grad(
-        grad, x, y, mean, var, weight, bias, ctx.eps, ctx.slope, ctx.added
+        grad, x, y, mean, var, weight, bias, ctx.eps, ctx.slope, ctx.added, None
     )
     return to_x, scale, shift, to_add if ctx.added else None, *[None] * 6
 
 
 torch.library.register_autograd("ssfl::batch_norm", _batch_backward, setup_context=_remember_batch)
+
+
+class BatchNormAndPass(torch.autograd.Function):
+    """`batch_norm` (without `add`) for images that are also used elsewhere, such as in a residual block. It
+    returns the images as a sixth result, which must be used there (see `convolution.ConvolveAndPass`)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, running_mean: Tensor, running_var: Tensor,
+        momentum: float, eps: float, slope: float, sums: Tensor | None,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        ctx.eps, ctx.slope = eps, slope
+        ctx.set_materialize_grads(False)
+        y, *statistics = batch_norm(
+            x, weight, bias, None, running_mean, running_var, momentum, eps, slope, sums
+        )
+        ctx.save_for_backward(x, weight, bias, y, *statistics[:2])
+        ctx.mark_non_differentiable(*statistics)
+        return y, *statistics, x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        grad, passed = grads[0], grads[5]
+        if grad is None:
+            return passed, *[None] * 8
+        x, weight, bias, y, mean, var = ctx.saved_tensors
+        to_x, _, to_weight, to_bias = _batch_grad(
+            grad, x, y, mean, var, weight, bias, ctx.eps, ctx.slope, False, passed
+        )
+        return to_x, to_weight, to_bias, *[None] * 6

@@ -8,6 +8,8 @@ has the same bits every time.
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,import-untyped,import-not-found"
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -26,6 +28,20 @@ LARGEST = 1e4
 Noise or an attacker can make it so large."""
 HELD = 4096
 """The number of values in a tile (pixels times channels), which a Triton program loads at a time."""
+
+
+class Fixed(NamedTuple):
+    """How the images of n models are normalised with given statistics, and activated. The tensors are [n, C]
+    each, for n models and C channels."""
+
+    mean: Tensor
+    var: Tensor
+    """The variance. A negative one counts as 0."""
+    weight: Tensor
+    bias: Tensor
+    eps: float
+    slope: float
+    """The activation is a leaky ReLU with this negative slope."""
 
 
 @triton.jit(do_not_specialize=["rows", "chunk"])
@@ -171,8 +187,8 @@ def _sums(sums, totals, to_bias, to_weight, parts, C: tl.constexpr, BP: tl.const
 
 @triton.jit(do_not_specialize=["rows"])
 def _backward(
-    grad, x, mean, var, weight, bias, totals, to_x, rows, eps, slope,
-    C: tl.constexpr, MASK: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+    grad, x, mean, var, weight, bias, totals, add, to_x, rows, eps, slope,
+    C: tl.constexpr, MASK: tl.constexpr, ADD: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     model = tl.program_id(2).to(tl.int64)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
@@ -191,6 +207,8 @@ def _backward(
     every = tl.num_programs(2) * C
     level, along = tl.load(totals + at) / rows, tl.load(totals + every + at) / rows
     grad_x = (g - level[None, :] - tile * along[None, :]) * (w * even)[None, :]
+    if ADD:
+        grad_x += tl.load(add + place, mask=inside, other=0.0).to(tl.float32)
     tl.store(to_x + place, grad_x.to(to_x.dtype.element_ty), mask=inside)
 
 
@@ -267,10 +285,11 @@ def forward(
 
 def backward(
     grad: Tensor, x: Tensor, y: Tensor, mean: Tensor, var: Tensor, weight: Tensor, bias: Tensor,
-    eps: float, slope: float, added: bool,
+    eps: float, slope: float, added: bool, passed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns the gradients of x, of the added tensor (empty unless `added`), and of weight and bias, [n, C]
-    each. `grad` is the gradient of the output y."""
+    each. `grad` is the gradient of the output y. If `passed` is not None, it is added to the gradient of
+    x."""
     models, channels = weight.shape
     rows, wide = x.numel() // weight.numel(), _wide(channels, 64)
     tall = HELD // wide // 2
@@ -295,7 +314,7 @@ def backward(
     tall = HELD // wide
     launch(
         _backward, (triton.cdiv(rows, tall), channels // wide, models),
-        to_add if added else grad, x, mean, var, weight, bias, totals, to_x, rows, eps, slope,
-        channels, mask % 2, tall, wide, num_warps=4,
+        to_add if added else grad, x, mean, var, weight, bias, totals, x if passed is None else passed, to_x,
+        rows, eps, slope, channels, mask % 2, passed is not None, tall, wide, num_warps=4,
     )  # fmt: skip
     return to_x, to_add, to_weight, to_bias

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ssfl.models.kernels import triton_fold, triton_tma
+from ssfl.models.kernels import triton_batch, triton_fold, triton_tma
 from ssfl.models.kernels.launching import launch
 from ssfl.models.kernels.triton_sum import totals
 
@@ -148,34 +148,42 @@ def _filters(
 
 @triton.jit
 def _first(
-    x, w, bias, y, count, H, W, OH, OW, x_model, w_model, y_model,
+    x, w, bias, y, mean, var, gain, shift, count, H, W, OH, OW, x_model, w_model, y_model, eps, slope,
     stride: tl.constexpr, pad: tl.constexpr, k: tl.constexpr, C: tl.constexpr, OUT: tl.constexpr,
-    BIAS: tl.constexpr, RELU: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BIAS: tl.constexpr, RELU: tl.constexpr, NORM: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BJ: tl.constexpr,
 ):  # fmt: skip
     """Writes the convolution of a network's first layer, and with RELU its activation. Since x [B, C, H, W]
-    has few channels, it does not use matrix products. The filters w are [O, C, k, k]."""
+    has few channels, all inputs of an output pixel are loaded at once. The filters w are [O, C, k, k]. With
+    NORM, batch normalisation with given statistics and an activation follow, as in `triton_tma._correlate`.
+    """
+    LENGTH: tl.constexpr = C * k * k
     model = tl.program_id(2).to(tl.int64)
     x += model * x_model
     w += model * w_model
     y += model * y_model
     m = tl.program_id(0) * BM + tl.arange(0, BM)
-    top = m // OW % OH * stride - pad
-    left = m % OW * stride - pad
-    image = m // OW // OH
     inside = m < count
     o = tl.program_id(1) * BN + tl.arange(0, BN)
-    total = tl.zeros((BM, BN), dtype=tl.float32)
+    j = tl.arange(0, BJ)
+    h = (m // OW % OH * stride - pad)[:, None] + (j // k % k)[None, :]
+    v = (m % OW * stride - pad)[:, None] + (j % k)[None, :]
+    ok = inside[:, None] & (j < LENGTH)[None, :] & (h >= 0) & (h < H) & (v >= 0) & (v < W)
+    plane = (m // OW // OH * C)[:, None] + (j // (k * k))[None, :]
+    a = tl.load(x + (plane * H + h) * W + v, mask=ok, other=0.0)
+    b = tl.load(w + o[None, :] * LENGTH + j[:, None], mask=(j < LENGTH)[:, None], other=0.0)
+    total = tl.dot(a, b)
     if BIAS:
         total += tl.load(bias + model * OUT + o).to(tl.float32)[None, :]
-    for j in tl.static_range(C * k * k):
-        h = top + j // k % k
-        v = left + j % k
-        ok = inside & (h >= 0) & (h < H) & (v >= 0) & (v < W)
-        a = tl.load(x + ((image * C + j // (k * k)) * H + h) * W + v, mask=ok, other=0.0).to(tl.float32)
-        b = tl.load(w + o * (C * k * k) + j).to(tl.float32)
-        total += a[:, None] * b[None, :]
     if RELU:
         total = tl.where(total < 0, 0.0, total)
+    if NORM:
+        channel = model * OUT + o
+        factor = tl.sqrt(tl.maximum(tl.load(var + channel), 0.0) + eps)
+        factor = tl.load(gain + channel).to(tl.float32) / factor
+        offset = tl.load(shift + channel).to(tl.float32) - tl.load(mean + channel) * factor
+        total = total * factor[None, :] + offset[None, :]
+        total = tl.where(total > 0, total, total * slope)
     tl.store(y + m[:, None] * OUT + o[None, :], total.to(y.dtype.element_ty), mask=inside[:, None])
 
 
@@ -211,19 +219,26 @@ def _filter_tiles(outputs: int, channels: int) -> tuple[int, int, int, int, int]
     return tall, 128 if tall < 128 and channels >= 64 else 64, 64, 4, 3
 
 
-def first(x: Tensor, w: Tensor, bias: Tensor | None, stride: int, padding: int, relu: bool = False) -> Tensor:
+def first(
+    x: Tensor, w: Tensor, bias: Tensor | None, stride: int, padding: int, relu: bool = False,
+    norm: triton_batch.Fixed | None = None,
+) -> Tensor:  # fmt: skip
     """Returns the output of a network's first layer, [n · B, H', W', O], for n models. Images are [n · B, C,
-    H, W] with few channels, filters [n, O, C, k, k] and biases [n, O]. If `relu` is true, ReLU is applied."""
+    H, W] with few channels, filters [n, O, C, k, k] and biases [n, O]. If `relu` is true, ReLU is applied. If
+    `norm` is not None, the output is normalised and activated."""
     models, outputs, channels, kernel, _ = w.shape
     size = [(s + 2 * padding - kernel) // stride + 1 for s in x.shape[2:]]
     images = len(x) // models
     y = x.new_empty(len(x), *size, outputs)
     count, wide = images * size[0] * size[1], _tile(outputs, 64)
+    deep = max(16, triton.next_power_of_2(channels * kernel * kernel))
     launch(
         _first, (triton.cdiv(count, 128), outputs // wide, models),
-        x, w, w if bias is None else bias.contiguous(), y, count, x.shape[2], x.shape[3], size[0], size[1],
+        x, w, w if bias is None else bias.contiguous(), y, *((w, w, w, w) if norm is None else norm[:4]),
+        count, x.shape[2], x.shape[3], size[0], size[1],
         images * channels * x.shape[2] * x.shape[3], w.stride(0), count * outputs,
-        stride, padding, kernel, channels, outputs, bias is not None, relu, 128, wide, num_warps=4,
+        *((0.0, 0.0) if norm is None else norm[4:]), stride, padding, kernel, channels, outputs,
+        bias is not None, relu, norm is not None, 128, wide, deep, num_warps=4,
     )  # fmt: skip
     return y
 
@@ -245,36 +260,51 @@ def correlate_with_moments(
     return _launch(x, w, bias, size, w.shape[1], stride, 1, padding, False, level=level, add=add)
 
 
-def spread(
-    grad: Tensor, w: Tensor, size: list[int], stride: int, padding: int, output: Tensor | None = None
+def correlate_and_normalise(
+    x: Tensor, w: Tensor, stride: int, padding: int, norm: triton_batch.Fixed, add: Tensor | None
 ) -> Tensor:
+    """Returns the same convolutions as `correlate`, normalised, plus `add` if it is not None, and activated
+    (`triton_batch.forward`)."""
+    size = [(s + 2 * padding - w.shape[2]) // stride + 1 for s in x.shape[1:3]]
+    return _launch(x, w, None, size, w.shape[1], stride, 1, padding, False, add=add, norm=norm)[0]
+
+
+def spread(
+    grad: Tensor, w: Tensor, size: list[int], stride: int, padding: int, output: Tensor | None = None,
+    add: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Returns the gradient of a convolution with respect to its images, [n · B, H, W, C]. `size` is (H, W),
     the height and width of the images. `grad` [n · B, H', W', O] is the gradient of the convolution's output,
     and w [n, O, k, k, C] are the filters.
 
     If the images are the `output` of a ReLU, it can be given here. Then the result is the gradient of the
-    ReLU's input.
+    ReLU's input. If `add` is not None, it is added to the result.
     """
-    return _launch(grad, w, None, size, w.shape[4], 1, stride, w.shape[2] - 1 - padding, True, output)[0]
+    padding = w.shape[2] - 1 - padding
+    return _launch(grad, w, None, size, w.shape[4], 1, stride, padding, True, output, add=add)[0]
 
 
 def _launch(
     x: Tensor, w: Tensor, bias: Tensor | None, size: list[int],
     outputs: int, stride: int, up: int, pad: int, flip: bool, output: Tensor | None = None,
-    level: Tensor | None = None, add: Tensor | None = None,
+    level: Tensor | None = None, add: Tensor | None = None, norm: triton_batch.Fixed | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Returns the result of `_correlate`: a convolution or, if `flip` is true, its gradient with respect to
     the images. The result has `size` (height, width) pixels and `outputs` channels. It is zero where `output`
-    is zero, if that is given. If `add` is given, it is added. Chooses the kernel that suits the GPU and the
-    shapes. Also returns what `triton_tma.correlate` returns for this `level`, if that is the kernel."""
+    is zero, if that is given. If `norm` is given, the result is normalised. If `add` is given, it is added,
+    and then comes the activation of `norm`.
+
+    Chooses the kernel that suits the GPU and the shapes. Also returns what `triton_tma.correlate` returns for
+    this `level`, if that is the kernel.
+    """
     models, images, channels = len(w), len(x) // len(w), x.shape[3]
     if output is None and triton_fold.suits(x, outputs, size[1], w.shape[2], stride * up):
-        return triton_fold.correlate(x, w, bias, size, pad, flip, level, add=add)
+        return triton_fold.correlate(x, w, bias, size, pad, flip, level, add=add, norm=norm)
     tile = triton_tma.product_tile(x, models, size, outputs, w.shape[2], stride, up)
     if tile is not None and output is None:
         return triton_tma.correlate(
             x, w, bias, size, outputs, stride, up, w.shape[2] - 1 - pad if flip else pad, flip, tile,
-            level=level, add=add,
+            level=level, add=add, norm=norm,
         )  # fmt: skip
     y = x.new_empty(len(x), *size, outputs)
     tall, wide, deep, warps, stages = _product_tiles(outputs, channels)
@@ -288,6 +318,8 @@ def _launch(
         stride, up, pad, w.shape[2], channels, outputs, flip, bias is not None, output is not None,
         tall, wide, deep, num_warps=warps, num_stages=stages,
     )  # fmt: skip
+    if norm is not None:
+        return triton_batch.forward(y, *norm[:4], add, norm.eps, norm.slope), None
     return y if add is None else y.add_(add), None
 
 

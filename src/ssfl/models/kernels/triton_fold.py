@@ -13,15 +13,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ssfl.models.kernels import triton_tma
+from ssfl.models.kernels import triton_batch, triton_tma
 from ssfl.models.kernels.launching import launch
 
 FOLD = 2
 """How many columns are computed as one."""
 KERNEL = 3
 """The side of the filters."""
-CHANNELS = 32
-"""The number of input channels for which this is faster (results/kernels-narrow-h200.json)."""
+TILES = {32: (256, 4, 4), 64: (128, 4, 3)}
+"""The numbers of input and output channels for which this is faster, each with its tile: pixels, warps and
+pipeline stages (results/kernels-narrow-h200.json)."""
 SUMMED = 128
 """How many pixels of two columns each are added up at a time for the gradient of the filters."""
 HELD = 1024
@@ -80,13 +81,13 @@ def _narrow(
 def suits(x: Tensor, outputs: int, width: int, kernel: int, stride: int) -> bool:
     """Returns whether a convolution is computed in this way: the images x [n · B, H, W, C] are convolved with
     `outputs` filters, and the result is `width` pixels wide."""
-    return x.shape[3] == CHANNELS and possible(x, outputs, width, kernel, stride)
+    return x.shape[3] in TILES and x.shape[3] == outputs and possible(x, outputs, width, kernel, stride)
 
 
 def possible(x: Tensor, outputs: int, width: int, kernel: int, stride: int) -> bool:
     """Returns whether a convolution can be computed in this way, also if another way is faster. The arguments
     are as in `suits`."""
-    few = outputs == triton_tma.NARROW // FOLD
+    few = outputs in TILES
     whole = kernel == KERNEL and stride == 1 and width % FOLD == 0 and x.shape[2] % FOLD == 0
     return few and whole and triton_tma.hopper(x.device)
 
@@ -95,7 +96,7 @@ def suits_grad(grad: Tensor, x: Tensor, models: int, kernel: int, stride: int) -
     """Returns whether the gradient of a convolution with respect to its filters is computed in this way. The
     arguments are as in `weights_grad`."""
     _, height, width, outputs = grad.shape
-    if not possible(x, outputs, width, kernel, stride):
+    if outputs * FOLD != triton_tma.NARROW or not possible(x, outputs, width, kernel, stride):
         return False
     box = triton_tma.box_shape(SUMMED, height, width // FOLD)
     return len(x) // models % box[0] == 0  # otherwise a tile would extend into the next model's images
@@ -124,19 +125,22 @@ def correlate(
     level: Tensor | None = None,
     tile: triton_tma.Tile | None = None,
     add: Tensor | None = None,
+    norm: triton_batch.Fixed | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Returns a convolution [n · B, H', W', O] of images x [n · B, H, W, C] with filters w [n, O, 3, 3, C]
     and biases [n, O]. `size` is (H', W'). If `flip` is true, x is the gradient of a convolution's output, and
-    the result the gradient of its images. Then `padding` is 2 minus that of the convolution. `level`, `add`
-    and the second result are as in `triton_tma.correlate`."""
+    the result the gradient of its images. Then `padding` is 2 minus that of the convolution. `level`, `add`,
+    `norm` and the second result are as in `triton_tma.correlate`."""
     wide = widened(w, flip)
     outputs = wide.shape[1]
     if tile is None:
-        tile = triton_tma.Tile(256, outputs, CHANNELS, 4, 4)
+        channels = x.shape[3]
+        pixels, warps, stages = TILES[channels]
+        tile = triton_tma.Tile(pixels, outputs, channels, warps, stages)
     both = None if bias is None else bias.repeat(1, FOLD)
     folded = [size[0], size[1] // FOLD]
     y, sums = triton_tma.correlate(
-        x, wide, both, folded, outputs, 1, 1, padding, False, tile, FOLD, level, add
+        x, wide, both, folded, outputs, 1, 1, padding, False, tile, FOLD, level, add, norm
     )
     return y.view(len(x), *size, outputs // FOLD), sums
 

@@ -43,11 +43,12 @@ division and subtracted after it."""
 
 @triton.jit(do_not_specialize=["images", "H", "W"])
 def _correlate(
-    x, w, bias, add, level, y, sums, images, H, W, y_model,
+    x, w, bias, add, level, y, sums, mean, var, gain, shift, images, H, W, y_model, eps, slope,
     stride: tl.constexpr, up: tl.constexpr, pad: tl.constexpr, k: tl.constexpr,
     C: tl.constexpr, OUT: tl.constexpr, FLIP: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr,
-    FOLD: tl.constexpr, MOMENTS: tl.constexpr, LARGEST: tl.constexpr, BI: tl.constexpr, BH: tl.constexpr,
-    BW: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, FAR: tl.constexpr,
+    NORM: tl.constexpr, FOLD: tl.constexpr, MOMENTS: tl.constexpr, LARGEST: tl.constexpr,
+    BI: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    FAR: tl.constexpr,
 ):  # fmt: skip
     """Writes a convolution, or its gradient with respect to the images. Output y[o, m] is the value of
     channel o at pixel m. It is the sum, over taps (positions in the filter) and channels c, of w · x[pixel m
@@ -60,6 +61,9 @@ def _correlate(
 
     With FOLD, a pixel of y stands for FOLD neighbouring columns, and w are widened filters
     (`triton_fold.py`). With ADD, `add` is added to the result.
+
+    With NORM, y is the activation of the result after batch normalisation with `mean` and `var` [n, OUT] and
+    the parameters `gain` and `shift`. `add` is then added between normalisation and activation.
 
     With MOMENTS, two sums for each channel over the pixels of this tile are written to `sums`: of d and of
     d², where d is the value of y minus the channel's `level`. Batch normalisation needs them.
@@ -101,6 +105,12 @@ def _correlate(
     o += tl.arange(0, BN)
     if BIAS:
         total += tl.load(bias + model * OUT + o).to(tl.float32)[:, None]
+    if NORM:
+        channel = model * (OUT // FOLD) + o % (OUT // FOLD)
+        factor = tl.sqrt(tl.maximum(tl.load(var + channel), 0.0) + eps)
+        factor = tl.load(gain + channel).to(tl.float32) / factor
+        offset = tl.load(shift + channel).to(tl.float32) - tl.load(mean + channel) * factor
+        total = total * factor[:, None] + offset[:, None]
     m = tl.arange(0, BM)
     image += m // (BH * BW)
     row += m // BW % BH
@@ -110,6 +120,8 @@ def _correlate(
     at = model.to(tl.int64) * y_model + place[None, :] * OUT + o[:, None]
     if ADD:
         total += tl.load(add + at, mask=inside[None, :], other=0.0).to(tl.float32)
+    if NORM:
+        total = tl.where(total > 0, total, total * slope)
     rounded = total.to(y.dtype.element_ty)
     tl.store(y + at, rounded, mask=inside[None, :])
     if MOMENTS:
@@ -336,7 +348,7 @@ def _flat(box: tuple[int, int, int], height: int, width: int) -> bool:
 def correlate(
     x: Tensor, w: Tensor, bias: Tensor | None, size: list[int], outputs: int,
     stride: int, up: int, padding: int, flip: bool, tile: Tile, fold: int = 1, level: Tensor | None = None,
-    add: Tensor | None = None,
+    add: Tensor | None = None, norm: triton_batch.Fixed | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Returns a convolution, or the gradient of a convolution with respect to its images. Each of n models
     has B images and its own filters w [n, O, k, k, C].
@@ -352,7 +364,8 @@ def correlate(
 
     If `level` [n, O] is not None, also returns the sums for batch normalisation, as `triton_batch.moments`
     does. They are sums over the result minus its channel's `level`. If `add` is not None, this tensor of the
-    same shape is added to the result.
+    same shape is added to the result. If `norm` is not None, the result is normalised first, and activated
+    after the addition.
     """
     models, images, channels, kernel = len(w), len(x) // len(w), x.shape[3], w.shape[2]
     y = x.new_empty(len(x), *size, outputs)
@@ -366,9 +379,10 @@ def correlate(
         _correlate, (parts, outputs // tile.outputs, models * up * up),
         pixel_boxes(x, stride, box, tile.channels, fold), matrix_tiles(w, models * w.shape[1], block),
         w if bias is None else bias.contiguous(), y if add is None else add, w if level is None else level, y,
-        y if sums is None else sums, images, size[0], size[1],
-        images * size[0] * size[1] * outputs, stride, up, padding, kernel, channels, outputs,
-        flip, bias is not None, add is not None, fold, level is not None, triton_batch.LARGEST,
+        y if sums is None else sums, *((w, w, w, w) if norm is None else norm[:4]), images, size[0], size[1],
+        images * size[0] * size[1] * outputs, *((0.0, 0.0) if norm is None else norm[4:]),
+        stride, up, padding, kernel, channels, outputs, flip, bias is not None, add is not None,
+        norm is not None, fold, level is not None, triton_batch.LARGEST,
         *box, tile.outputs, tile.channels, FAR, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return y, sums
