@@ -20,9 +20,8 @@ FOLD = 2
 """How many columns are computed as one."""
 KERNEL = 3
 """The side of the filters."""
-TILES = {32: (256, 4, 4), 64: (128, 4, 3)}
-"""The numbers of input and output channels for which this is faster, each with its tile: pixels, warps and
-pipeline stages (results/kernels-narrow-h200.json)."""
+CHANNELS = 32
+"""The number of input channels for which this is faster (results/kernels-narrow-h200.json)."""
 SUMMED = 128
 """How many pixels of two columns each are added up at a time for the gradient of the filters."""
 HELD = 1024
@@ -81,13 +80,13 @@ def _narrow(
 def suits(x: Tensor, outputs: int, width: int, kernel: int, stride: int) -> bool:
     """Returns whether a convolution is computed in this way: the images x [n · B, H, W, C] are convolved with
     `outputs` filters, and the result is `width` pixels wide."""
-    return x.shape[3] in TILES and x.shape[3] == outputs and possible(x, outputs, width, kernel, stride)
+    return x.shape[3] == CHANNELS and possible(x, outputs, width, kernel, stride)
 
 
 def possible(x: Tensor, outputs: int, width: int, kernel: int, stride: int) -> bool:
     """Returns whether a convolution can be computed in this way, also if another way is faster. The arguments
     are as in `suits`."""
-    few = outputs in TILES
+    few = outputs == triton_tma.NARROW // FOLD
     whole = kernel == KERNEL and stride == 1 and width % FOLD == 0 and x.shape[2] % FOLD == 0
     return few and whole and triton_tma.hopper(x.device)
 
@@ -96,7 +95,7 @@ def suits_grad(grad: Tensor, x: Tensor, models: int, kernel: int, stride: int) -
     """Returns whether the gradient of a convolution with respect to its filters is computed in this way. The
     arguments are as in `weights_grad`."""
     _, height, width, outputs = grad.shape
-    if outputs * FOLD != triton_tma.NARROW or not possible(x, outputs, width, kernel, stride):
+    if not possible(x, outputs, width, kernel, stride):
         return False
     box = triton_tma.box_shape(SUMMED, height, width // FOLD)
     return len(x) // models % box[0] == 0  # otherwise a tile would extend into the next model's images
@@ -134,9 +133,7 @@ def correlate(
     wide = widened(w, flip)
     outputs = wide.shape[1]
     if tile is None:
-        channels = x.shape[3]
-        pixels, warps, stages = TILES[channels]
-        tile = triton_tma.Tile(pixels, outputs, channels, warps, stages)
+        tile = triton_tma.Tile(256, outputs, CHANNELS, 4, 4)
     both = None if bias is None else bias.repeat(1, FOLD)
     folded = [size[0], size[1] // FOLD]
     y, sums = triton_tma.correlate(
