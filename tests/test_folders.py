@@ -24,6 +24,7 @@ from conftest import Call
 from ssfl import methods
 from ssfl.core.events import Event
 from ssfl.core.fields import limits_of
+from ssfl.data import folds
 from ssfl.data.own import Files, sort_files
 from ssfl.data.sources import load
 from ssfl.errors import ConfigError, SsflWarning
@@ -119,12 +120,30 @@ def test_one_patient_is_never_in_training_and_in_testing(tmp_path: Path) -> None
     assert min(np.bincount(dataset.labels.numpy()[validation])) > 0
 
 
+def test_identical_files_are_never_in_training_and_in_testing(tmp_path: Path) -> None:
+    for seed, label in enumerate("ab"):
+        draw(tmp_path / label, 12, seed=seed)
+        for number in range(6):  # the copies of three images of b are in a
+            home = tmp_path / ("a" if number < 3 else label)
+            shutil.copy(tmp_path / label / f"{number}.png", home / f"copy-{label}-{number}.png")
+    files = sort_files(tmp_path, 0.25)
+    train, test = ({f.read_bytes() for fs in part.values() for f in fs} for part in (files.train, files.test))
+    assert not train & test
+    assert min(len(fs) for fs in files.test.values()) >= 2
+    dataset = load(path=str(tmp_path), root=Path(), size=8, test_fraction=0)
+    folds_of = folds.assign(dataset.labels.numpy(), dataset.groups, 3, 1)
+    seen: dict[bytes, int] = {}
+    for file, fold in zip(sort_files(tmp_path, 0).everything, folds_of.tolist(), strict=True):
+        assert seen.setdefault(file.read_bytes(), fold) == fold
+    assert len(seen) == 24
+
+
 def test_a_class_of_one_patient_has_no_test_images(tmp_path: Path) -> None:
-    for label in "ab":
-        draw(tmp_path / label / f"images of {label}", 5)
+    for seed, label in enumerate("ab"):
+        draw(tmp_path / label / f"images of {label}", 5, seed=seed)
     # a folder in which all images of every class lie is no patient
     assert list(map(len, sort_files(tmp_path, 0.2).test.values())) == [1, 1]
-    draw(tmp_path / "a" / "another", 2)
+    draw(tmp_path / "a" / "another", 2, seed=2)
     assert list(map(len, sort_files(tmp_path, 0.2).test.values())) == [2, 0]
 
 
@@ -170,6 +189,14 @@ def test_identical_files_are_told_if_labels_or_test_images_suffer(ssfl: Call) ->
     assert labels == line
     assert "test/b/known.png" in leak
     assert "train/b/2.png" in leak
+    Path("scans/unlabelled").mkdir()
+    shutil.copy("scans/test/a/0.png", "scans/unlabelled/seen.png")
+    shutil.copy("scans/train/a/0.png", "scans/unlabelled/harmless.png")
+    *others, seen = warned("scans")
+    assert others == [labels, leak]
+    assert "unlabelled/seen.png" in seen
+    assert "test/a/0.png" in seen
+    assert "harmless" not in seen
 
 
 def test_classes_whose_names_look_the_same_are_told(ssfl: Call) -> None:

@@ -1,9 +1,12 @@
 """Options that are off by default: users without labels left out, labels held out, relative thresholds."""
 
 from collections.abc import Callable
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from hand_rounds import Adding, column, played, start, toy
 from ssfl.config.loading import load_config
@@ -53,6 +56,22 @@ def test_held_out_labels_are_judged_by_and_not_trained_on(quick: Make) -> None:
     with pytest.raises(ConfigError) as error:
         assemble.make(quick("train.server_held_out=0.001"))
     assert error.value.key == "train.server_held_out"
+
+
+def test_held_out_labels_keep_patients_together(tmp_path: Path) -> None:
+    pixels = np.random.default_rng(1)
+    names = [f"train/{'ab'[n // 24]}/patient{n // 3}_{n}" for n in range(48)]
+    for name in [*names, "test/a/0", "test/b/0", "unlabelled/0", "unlabelled/1"]:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        image = Image.fromarray(pixels.integers(0, 255, (8, 8), dtype=np.uint8))
+        image.save(tmp_path / f"{name}.png")
+    settings = ["model.name=small", "split.users=2", "train.server_held_out=0.25"]
+    sim = assemble.make(load_config("own", [f"data.path={tmp_path}", *settings]))
+    assert sim.plan.judges is not None
+    assert sim.dataset.groups is not None
+    own, judges = sim.plan.server.images.numpy(), sim.plan.judges.numpy()
+    assert len(judges) == 12
+    assert not set(sim.dataset.groups[own]) & set(sim.dataset.groups[judges])
 
 
 def test_a_relative_threshold_follows_the_confidence_on_labelled_images(quick: Make) -> None:

@@ -1,5 +1,5 @@
-"""Finds identical image files: copies with different labels, and copies of training images among the test
-images."""
+"""Finds identical image files: copies with different labels, and copies of training or unlabelled images
+among the test images."""
 
 import hashlib
 from collections.abc import Callable, Hashable, Iterable, Mapping
@@ -12,13 +12,16 @@ SAMPLE = 4096
 """How many bytes in the middle of a file are compared before the whole file."""
 
 
-def warn_about(train: Mapping[Path, str], test: Mapping[Path, str]) -> list[str]:
+def warn_about(
+    train: Mapping[Path, str], test: Mapping[Path, str], unlabelled: Iterable[Path] = ()
+) -> list[str]:
     """Returns lines of text that warn of identical files. `train` and `test` map the labelled images to their
     classes."""
     classes = {**train, **test}
     lines = []
-    same = identical(classes)
-    differing = [files for files in same if len({classes[file] for file in files}) > 1]
+    same = identical([*classes, *unlabelled])
+    labelled = [[file for file in files if file in classes] for files in same]
+    differing = [files for files in labelled if len({classes[file] for file in files}) > 1]
     if differing:
         first, *others = differing[0]
         other = next(file for file in others if classes[file] != classes[first])
@@ -33,6 +36,20 @@ def warn_about(train: Mapping[Path, str], test: Mapping[Path, str]) -> list[str]
         lines.append(
             f"identical files are among the training and the test images ({count(number, 'test image')}, for "
             f"example {shared[0][0][0]} and {shared[0][1][0]}), so the accuracy is too high: remove copies"
+        )
+    known = [
+        (files, [file for file in files if file in test])
+        for files in same
+        if any(file not in classes for file in files)
+    ]
+    known = [(files, tested) for files, tested in known if tested]
+    if known:
+        files, tested = known[0]
+        copy = next(file for file in files if file not in classes)
+        number = sum(len(tested) for _, tested in known)
+        lines.append(
+            f"identical files are among the unlabelled and the test images ({count(number, 'test image')}, "
+            f"for example {copy} and {tested[0]}), so the accuracy may be too high: remove copies"
         )
     return lines
 

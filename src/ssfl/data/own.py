@@ -2,6 +2,7 @@
 
 import hashlib
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,8 @@ class Files:
     own_test: bool  # whether the folder has its own test images
     homes: list[str]  # for each unlabelled image, its sub-folder of "unlabelled", or ""
     patients: dict[Path, int] = field(default_factory=dict)
-    """A number for each labelled image that is not in a folder "test", equal for images of one patient; empty
-    if no two images belong together (`folds.subjects`)."""
+    """A number for each labelled image that is not in a folder "test", equal for images of one patient and
+    for identical files; empty if no two images belong together."""
 
     @property
     def users(self) -> dict[str, list[int]]:
@@ -103,9 +104,7 @@ def sort_files(folder: Path, test_fraction: float) -> Files:
         if not train[entry.name]:
             raise DataError(f"{pictures.nothing_in(entry)}; add some or remove the folder")
     homes_of_classes = [(file, places[0] / name) for name, files in train.items() for file in files]
-    groups = folds.subjects(homes_of_classes)
-    everything = [file for file, _ in homes_of_classes]
-    patients = {} if groups is None else dict(zip(everything, groups.tolist(), strict=True))
+    patients = _patients(homes_of_classes)
     if split and "test" in inner:
         test = {entry.name: pictures.list_images(entry) for entry in pictures.list_folders(inner["test"])}
         for loose in pictures.list_images(inner["test"], nested=False):
@@ -230,7 +229,9 @@ def doubts(folder: Path, files: Files) -> list[str]:
         "class, move their images into one folder"
         for same in alike
     ]
-    return [line for line in lines + copies.warn_about(files.labelled, files.tested) if line]
+    return [
+        line for line in lines + copies.warn_about(files.labelled, files.tested, files.unlabelled) if line
+    ]
 
 
 def owners(files: Files) -> dict[str, Any]:
@@ -242,6 +243,28 @@ def owners(files: Files) -> dict[str, Any]:
     first = sum(map(len, files.train.values()))
     hands = Hands.of([np.array(places) + first for places in users.values()])
     return {"users": hands, "names": tuple(users), "loose": len(users.get(LOOSE, []))}
+
+
+def _patients(homes: Sequence[tuple[Path, Path]]) -> dict[Path, int]:
+    """Returns a number for each labelled image, equal for images that must not be divided between training
+    and testing: those of one patient (`folds.subjects`), and identical files. `homes` are the images, each
+    with the folder of its class. Returns an empty dict if no two images belong together."""
+    files = [file for file, _ in homes]
+    groups, same = folds.subjects(homes), copies.identical(files)
+    if groups is None and not same:
+        return {}
+    numbers = dict(zip(files, range(len(files)) if groups is None else groups.tolist(), strict=True))
+    joined = {number: number for number in numbers.values()}
+
+    def first(number: int) -> int:
+        while joined[number] != number:
+            number = joined[number]
+        return number
+
+    for one, *others in same:
+        for other in others:
+            joined[first(numbers[other])] = first(numbers[one])
+    return {file: first(number) for file, number in numbers.items()}
 
 
 def _held_out(train: dict[str, list[Path]], patients: dict[Path, int], fraction: float) -> set[Path]:

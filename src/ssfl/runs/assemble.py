@@ -199,8 +199,9 @@ def build(
     labelled = Owners.of(marked, device) if len(marked.flat) else None
     server, judges = parts.server, None
     if train.server_held_out and len(server):
+        groups = None if dataset.groups is None else dataset.groups[server]
         held_out, kept_in = split.hold_out(
-            dataset.labels.numpy()[server], train.server_held_out, config.split.seed
+            dataset.labels.numpy()[server], train.server_held_out, config.split.seed, groups
         )
         if not len(held_out) or not len(kept_in):
             raise ConfigError(
