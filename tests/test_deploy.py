@@ -630,6 +630,19 @@ def test_a_host_is_added_to_the_certificate_and_site_files_stay_valid(tmp_path: 
         code, out, _ = ssfl("keys", "init", "--host", host)
         assert code == 0
         assert host in out
+    keys.add(folder, "bonn")
+    (folder / "aachen.site").rename(tmp_path / "sent")
+    code, out, _ = ssfl("keys", "list")
+    first, second, certificate = out.splitlines()
+    assert code == 0
+    assert first == "aachen"
+    assert second.startswith("bonn ")
+    assert ".site" in second
+    assert all(host in certificate for host in ("localhost", "127.0.0.1", "fl.example.org", "::1"))
+    made = x509.load_pem_x509_certificate((folder / "ca.crt").read_bytes())
+    assert f"{made.not_valid_after_utc:%Y-%m-%d}" in certificate
+    keys.revoke(folder, "bonn")
+    (tmp_path / "sent").rename(folder / "aachen.site")
     after = {file: file.read_bytes() for file in folder.iterdir()}
     assert [file.name for file in after if before.get(file) != after[file]] == ["centre.crt"]
     assert stat.S_IMODE((folder / "centre.crt").stat().st_mode) == 0o600

@@ -77,6 +77,18 @@ def keys_add(
     print(f"send {keys.add(folder, name)} to {name} over a secure channel, then delete it here")
 
 
+@keys_app.command("list")
+def keys_list(folder: KeysFolder = Path("keys")) -> None:
+    """List the sites with a key, and the hosts and the expiry date of the centre's certificate.
+
+    Example: ssfl keys list
+    """
+    require_flower()
+    from ssfl.deploy import keys
+
+    print("\n".join(keys.described(folder)))
+
+
 @keys_app.command("replace")
 def keys_replace(
     name: Annotated[str, typer.Argument(help="The site's name.")], folder: KeysFolder = Path("keys")

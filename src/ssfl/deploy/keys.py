@@ -270,6 +270,26 @@ def check_dates(folder: Path) -> str:
     return warning
 
 
+def described(folder: Path) -> list[str]:
+    """Returns lines of text about a keys folder: each site with a key, and for which hosts and until when the
+    centre's certificate is valid."""
+    warning = check_dates(folder)
+    centre = x509.load_pem_x509_certificate(_read(folder / "centre.crt", _init(folder)))
+    ends = [x509.load_pem_x509_certificate(_read(folder / "ca.crt", _init(folder))).not_valid_after_utc]
+    try:
+        names = centre.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        hosts = ", ".join(str(name.value) for name in names)
+    except x509.ExtensionNotFound:
+        hosts = "no host"
+    last = min([*ends, centre.not_valid_after_utc])
+    unsent = "  (its .site file is still here: send it to the site over a secure channel, then delete it)"
+    return [
+        *(f"{name}{unsent if (folder / f'{name}.site').exists() else ''}" for name in sites(folder)),
+        f"the centre's certificate is valid for {hosts}, until {last:%Y-%m-%d}",
+        *([warning] if warning else []),
+    ]
+
+
 def _init(folder: Path) -> str:
     """Returns advice for an error message: the command that creates this keys folder."""
     return f"make it with `ssfl keys init --dir {quote(str(folder))} --host HOST`"
