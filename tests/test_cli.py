@@ -171,9 +171,9 @@ def npz(**changes: np.ndarray) -> None:
 
 
 def mixed_sizes() -> None:
-    for name, size in (("a/1.png", 8), ("a/2.png", 9), ("b/1.png", 8), ("b/2.png", 8)):
+    for grey, (name, size) in enumerate((("a/1.png", 8), ("a/2.png", 9), ("b/1.png", 8), ("b/2.png", 8))):
         Path("images", name).parent.mkdir(parents=True, exist_ok=True)
-        Image.new("L", (size, size)).save(Path("images", name))
+        Image.new("L", (size, size), grey).save(Path("images", name))
     Path("images.toml").write_text("[federation]\nrounds = 1")
 
 

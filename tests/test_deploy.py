@@ -639,6 +639,8 @@ def test_a_host_is_added_to_the_certificate_and_site_files_stay_valid(tmp_path: 
     assert second.startswith("bonn ")
     assert ".site" in second
     assert all(host in certificate for host in ("localhost", "127.0.0.1", "fl.example.org", "::1"))
+    from cryptography import x509
+
     made = x509.load_pem_x509_certificate((folder / "ca.crt").read_bytes())
     assert f"{made.not_valid_after_utc:%Y-%m-%d}" in certificate
     keys.revoke(folder, "bonn")
