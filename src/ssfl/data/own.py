@@ -2,6 +2,7 @@
 
 import hashlib
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -248,12 +249,14 @@ def owners(files: Files) -> dict[str, Any]:
 def _patients(homes: Sequence[tuple[Path, Path]]) -> dict[Path, int]:
     """Returns a number for each labelled image, equal for images that must not be divided between training
     and testing: those of one patient (`folds.subjects`), and identical files. `homes` are the images, each
-    with the folder of its class. Returns an empty dict if no two images belong together."""
+    with the folder of its class. Returns an empty dict if no two images belong together. Identical files are
+    ignored if more than half of all images would then belong together."""
     files = [file for file, _ in homes]
     groups, same = folds.subjects(homes), copies.identical(files)
-    if groups is None and not same:
-        return {}
-    numbers = dict(zip(files, range(len(files)) if groups is None else groups.tolist(), strict=True))
+    alone = {} if groups is None else dict(zip(files, groups.tolist(), strict=True))
+    if not same:
+        return alone
+    numbers = alone or dict(zip(files, range(len(files)), strict=True))
     joined = {number: number for number in numbers.values()}
 
     def first(number: int) -> int:
@@ -264,7 +267,8 @@ def _patients(homes: Sequence[tuple[Path, Path]]) -> dict[Path, int]:
     for one, *others in same:
         for other in others:
             joined[first(numbers[other])] = first(numbers[one])
-    return {file: first(number) for file, number in numbers.items()}
+    together = {file: first(number) for file, number in numbers.items()}
+    return alone if max(Counter(together.values()).values()) > len(files) / 2 else together
 
 
 def _held_out(train: dict[str, list[Path]], patients: dict[Path, int], fraction: float) -> set[Path]:
