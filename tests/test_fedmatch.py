@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,9 +25,11 @@ from ssfl.engines.contract import Engine
 from ssfl.engines.local import Returned
 from ssfl.engines.work import Optimizer, Pool, Work, make_batch, round_keys
 from ssfl.errors import ConfigError
+from ssfl.federation import Users
 from ssfl.methods import fedmatch
 from ssfl.models import networks
 from ssfl.runs import assemble, folder
+from ssfl.simulate.aggregation import Aggregation
 from ssfl.simulate.rounds import Round
 
 Make = Callable[..., Config]
@@ -256,16 +259,16 @@ def test_users_with_labels_at_the_server_move_psi_and_the_mean_leaves_sigma(
     state, (cohort, *_) = sim.initial(), sim.plan.prepare(0)
     ended, served, train_server = [], [], Round.train_server
 
-    def averaged(self: Round, *parts: object) -> object:
-        ended.append(usual(self, *parts))  # type: ignore[arg-type]
+    def averaged(self: Aggregation, *parts: Any) -> Users:
+        ended.append(usual(self, *parts))
         return ended[-1]
 
     def started(self: Round, row: Tensor) -> object:
         served.append(row)
         return train_server(self, row)
 
-    usual = Round._averaged
-    monkeypatch.setattr(Round, "_averaged", averaged)
+    usual = Aggregation.averaged
+    monkeypatch.setattr(Aggregation, "averaged", averaged)
     monkeypatch.setattr(Round, "train_server", started)
     new, _ = sim.play(state)
     half = sim.layout.weights // 2

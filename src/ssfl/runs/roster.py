@@ -11,7 +11,7 @@ from ssfl.config.settings import Config
 from ssfl.core import plain_files
 from ssfl.errors import RunError
 from ssfl.federation import State
-from ssfl.simulate.rounds import TRUST
+from ssfl.simulate.aggregation import TRUST
 
 
 def begun_with(path: Path) -> list[str]:

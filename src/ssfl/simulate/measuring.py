@@ -18,8 +18,9 @@ from ssfl.engines.local import made_labels
 from ssfl.engines.work import Work, round_keys
 from ssfl.errors import ConfigError, DivergedError
 from ssfl.federation import METRICS, Method, State
+from ssfl.simulate.log import Log
 from ssfl.simulate.plan import Owners, Plan
-from ssfl.simulate.rounds import Log, Round
+from ssfl.simulate.rounds import Round
 
 
 def round_event(plan: Plan, size: int, round: int, fed: Round) -> Event:

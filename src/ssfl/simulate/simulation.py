@@ -30,9 +30,10 @@ from ssfl.federation import Method, State
 from ssfl.models import external
 from ssfl.models.building import is_saved_whole, network_of, plain_network_of
 from ssfl.simulate import measuring, scoring
+from ssfl.simulate.aggregation import TRUST, USUAL
 from ssfl.simulate.gate import ROUNDS, VIEWS, remembered
 from ssfl.simulate.plan import Plan
-from ssfl.simulate.rounds import TRUST, USUAL, Round
+from ssfl.simulate.rounds import Round
 from ssfl.simulate.workers import Simulated
 
 SLOW = "slow"
