@@ -139,7 +139,10 @@ def _settings(section: str, kind: type) -> Iterator[str]:
 
 
 API = {
-    "Train and use": ("run", "resume", "Result", "load_config", "Config", "load_model", "SsflError"),
+    "Train and use": (
+        "run", "resume", "Result", "load_config", "Config", "load_model", "predict", "evaluate", "export",
+        "SsflError",
+    ),
     "Your own data, round by round": ("Data", "Federation"),
     "Your own method": (
         "Method", "check", "setting", "Look", "Labels", "Step", "Losses", "State", "Fed", "Users", "parts",

@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from ssfl.federation import Fed, Labels, Look, Method, State, Step, Users
     from ssfl.methods import parts
     from ssfl.runs.choose import load_config
+    from ssfl.runs.evaluate import evaluate
     from ssfl.runs.laws import check
-    from ssfl.runs.predict import load_model
+    from ssfl.runs.predict import export, load_model, predict
     from ssfl.runs.result import Result
     from ssfl.runs.stepping import Federation
     from ssfl.runs.train import resume, run
@@ -27,7 +28,8 @@ __version__ = VERSION
 __all__ = [
     "Config", "Data", "Fed", "Federation", "Labels", "Look", "Losses", "Method", "Result", "SsflError",
     "State", "Step", "Users", "__version__", "augment", "averaging", "check", "diversity",
-    "load_config", "load_model", "losses", "parts", "resume", "run", "schedule", "setting", "split",
+    "evaluate", "export", "load_config", "load_model", "losses", "parts", "predict", "resume", "run",
+    "schedule", "setting", "split",
 ]  # fmt: skip
 
 _HOMES = {
@@ -45,8 +47,11 @@ _HOMES = {
     "Step": "federation",
     "Users": "federation",
     "check": "runs.laws",
+    "evaluate": "runs.evaluate",
+    "export": "runs.predict",
     "load_config": "runs.choose",
     "load_model": "runs.predict",
+    "predict": "runs.predict",
     "resume": "runs.train",
     "run": "runs.train",
     "setting": "core.fields",

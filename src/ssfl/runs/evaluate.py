@@ -142,8 +142,11 @@ class Evaluation:
 
 
 def evaluate(run: str | Path, folder: str | Path, *, model: Factory | str | None = None) -> Evaluation:
-    """Returns the evaluation of a run's model on the images of `folder`, which has a sub-folder for each
-    class. `run` is a run folder or an exported .safetensors file. If the run used a network of your own,
+    """Evaluates a run's model on the images of `folder`, which has a sub-folder for each class. The result
+    has `accuracy`, `interval`, `class_accuracy`, `confusion`, `calibration_error`, `mistakes` and others;
+    `as_dict()` returns all of them as plain values.
+
+    `run` is a run folder or an exported .safetensors file. If the run used a network of your own,
     `model` is the function that makes it, or its import path.
 
     Files are read exactly as `predict` reads them. Files that cannot be read are left out, and the field
