@@ -95,13 +95,13 @@ def lines(sim: Simulation, expected: Forecast | None) -> list[str]:
     )
     tested = len(sim.dataset.test_labels)
     kind = "grey" if channels == 1 else "colour"
-    steps = f"{federation.period} local steps"
+    steps = count(federation.period, "local step")
     if federation.local_epochs is not None:
         steps = f"{federation.local_epochs:g} local epochs (at most {sim.plan.most_steps:,} steps)"
     shown = [
         f"{sim.config.model.name} ({parameters}) on {kind} images of {width}x{height}; {users} users, "
         f"{len(sim.parts.server):,} labelled images at the server, {tested:,} test images",
-        f"{sim.rounds:,} rounds of {steps}, batch size {train.batch_size}",
+        f"{count(sim.rounds, 'round')} of {steps}, batch size {train.batch_size}",
     ]
     if expected is not None:
         measured = "round" if expected.round < LONG else "step"
