@@ -630,6 +630,10 @@ def test_a_host_is_added_to_the_certificate_and_site_files_stay_valid(tmp_path: 
         code, out, _ = ssfl("keys", "init", "--host", host)
         assert code == 0
         assert host in out
+    (folder / "aachen.pub").rename(tmp_path / "aachen.pub")
+    code, out, _ = ssfl("keys", "list")
+    assert (code, "ssfl keys add" in out) == (0, True)
+    (tmp_path / "aachen.pub").rename(folder / "aachen.pub")
     keys.add(folder, "bonn")
     (folder / "aachen.site").rename(tmp_path / "sent")
     code, out, _ = ssfl("keys", "list")

@@ -12,6 +12,7 @@ from ssfl.config.settings import Config
 from ssfl.core.losses import Losses
 from ssfl.core.rows import write_row
 from ssfl.data import split
+from ssfl.engines import buffers
 from ssfl.federation import State, Step
 from ssfl.methods import parts
 from ssfl.methods.overlap_sgd import OverlapSgd
@@ -232,6 +233,30 @@ def test_the_same_engine_is_bit_identical(quick: Make, engine: str) -> None:
             state, _ = sim.play(state)
         rows.append(state.average)
     assert torch.equal(rows[0], rows[1])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["model.norm=batch", "method.name=fedprox", "federation.dropout=0.4"],  # uses what it received
+        ["model.norm=group", "method.name=semifl", "federation.local_epochs=0.5", "run.users_at_once=3"],
+        ["method.name=alternate", "train.clip=1"],
+        ["method.name=fedmatch"],
+    ],
+)
+def test_joined_weight_vectors_change_nothing(
+    quick: Make, settings: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, where the vectors of all models lie in common memory."""
+    rows = []
+    for joined in (False, True):
+        monkeypatch.setattr(buffers, "_joins", lambda rows, joined=joined: joined)
+        sim = unequal(assemble.make(quick("run.engine=vmap", "train.precision=float64", *settings)))
+        state = warmed(sim)
+        for _ in range(3):
+            state, _ = sim.play(state)
+        rows.append(state.average)
+    assert torch.equal(*rows)
 
 
 def test_the_engines_evaluate_images_without_augmentation(

@@ -138,6 +138,27 @@ def test_identical_files_are_never_in_training_and_in_testing(tmp_path: Path) ->
     assert len(seen) == 24
 
 
+def test_copies_in_every_patient_are_told_and_other_copies_stay_together(tmp_path: Path) -> None:
+    for seed, label in enumerate("ab"):
+        patients_of(str(tmp_path / label), *(str(100 * seed + 100 + number) for number in range(6)))
+    pixels = np.random.default_rng(1)
+    for file in tmp_path.rglob("*.png"):
+        Image.fromarray(pixels.integers(0, 255, (8, 8), dtype=np.uint8)).save(file)
+    for file in tmp_path.rglob("*_0.png"):  # of each patient
+        file.write_bytes((tmp_path / "a" / "100_0.png").read_bytes())
+    for name in ("a/100_1.png", "b/200_1.png"):
+        shutil.copy(tmp_path / "a" / "101_2.png", tmp_path / name)
+    for name in ("a/102_1.png", "a/103_1.png", "b/202_1.png", "b/203_1.png"):
+        (tmp_path / name).write_bytes(b"")  # broken files have nothing to do with each other
+    files = sort_files(tmp_path, 0.2)
+    (common,) = files.divided
+    assert common.name.endswith("_0.png")
+    numbers = {f"{file.parent.name}/{file.name}": number for file, number in files.patients.items()}
+    assert numbers["a/100_2.png"] == numbers["b/200_2.png"] == numbers["a/101_1.png"]
+    assert len(set(numbers.values())) == 12 - 2
+    assert any(str(common) in line and "copies" in line for line in warned(str(tmp_path)))
+
+
 def test_a_class_of_one_patient_has_no_test_images(tmp_path: Path) -> None:
     for seed, label in enumerate("ab"):
         draw(tmp_path / label / f"images of {label}", 5, seed=seed)

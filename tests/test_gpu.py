@@ -1,6 +1,7 @@
 """On a GPU: the same draws and views as on the CPU, the same rounds, the same bytes after a resume."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -155,6 +156,7 @@ def test_the_guards_evaluation_is_the_plain_one_within_bfloat16(quick: Make, eng
     for most in (None, 30, None):
         again = sim.server_score(state.average, most)
     assert abs(again.loss - plain.loss) < 0.02 * plain.loss
+    assert math.isfinite(sim.server_score(1000 * state.average).loss)
     assert abs(again.accuracy - plain.accuracy) <= 0.05
 
 

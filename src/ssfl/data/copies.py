@@ -56,8 +56,8 @@ def warn_about(
 
 def identical(files: Iterable[Path]) -> list[list[Path]]:
     """Returns the groups of two or more files that have the same content. Few files are read completely: only
-    those of the same size that are also equal in the middle."""
-    groups = [list(files)]
+    those of the same size that are also equal in the middle. Empty files are left out."""
+    groups = [[file for file in files if not _is_empty(file)]]
     steps: tuple[Callable[[Path], Hashable], ...] = (lambda file: file.stat().st_size, _middle, _digest)
     for key in steps:
         groups = [part for group in groups for part in _grouped(group, key) if len(part) > 1]
@@ -72,6 +72,13 @@ def _grouped(files: Iterable[Path], key: Callable[[Path], Hashable]) -> list[lis
         except OSError:  # it was decoded earlier, and is now gone
             continue
     return list(groups.values())
+
+
+def _is_empty(file: Path) -> bool:
+    try:
+        return not file.stat().st_size
+    except OSError:  # it was decoded earlier, and is now gone
+        return True
 
 
 def _middle(file: Path) -> bytes:

@@ -32,6 +32,9 @@ class Files:
     patients: dict[Path, int] = field(default_factory=dict)
     """A number for each labelled image that is not in a folder "test", equal for images of one patient and
     for identical files; empty if no two images belong together."""
+    divided: list[Path] = field(default_factory=list)
+    """One file of each set of identical files that are not kept together, because most images would then
+    belong together."""
 
     @property
     def users(self) -> dict[str, list[int]]:
@@ -105,7 +108,7 @@ def sort_files(folder: Path, test_fraction: float) -> Files:
         if not train[entry.name]:
             raise DataError(f"{pictures.nothing_in(entry)}; add some or remove the folder")
     homes_of_classes = [(file, places[0] / name) for name, files in train.items() for file in files]
-    patients = _patients(homes_of_classes)
+    patients, divided = _patients(homes_of_classes)
     if split and "test" in inner:
         test = {entry.name: pictures.list_images(entry) for entry in pictures.list_folders(inner["test"])}
         for loose in pictures.list_images(inner["test"], nested=False):
@@ -139,7 +142,7 @@ def sort_files(folder: Path, test_fraction: float) -> Files:
     homes = {f: f.relative_to(base).parts[0] for base, fs in bare.items() for f in fs if f.parent != base}
     return Files(
         train, unlabelled, test, split and "test" in inner, [homes.get(file, "") for file in unlabelled],
-        patients,
+        patients, divided,
     )  # fmt: skip
 
 
@@ -246,29 +249,37 @@ def owners(files: Files) -> dict[str, Any]:
     return {"users": hands, "names": tuple(users), "loose": len(users.get(LOOSE, []))}
 
 
-def _patients(homes: Sequence[tuple[Path, Path]]) -> dict[Path, int]:
+def _patients(homes: Sequence[tuple[Path, Path]]) -> tuple[dict[Path, int], list[Path]]:
     """Returns a number for each labelled image, equal for images that must not be divided between training
     and testing: those of one patient (`folds.subjects`), and identical files. `homes` are the images, each
-    with the folder of its class. Returns an empty dict if no two images belong together. Identical files are
-    ignored if more than half of all images would then belong together."""
+    with the folder of its class. The dict is empty if no two images belong together.
+
+    If joining identical files would put more than half of all images together, they are not joined. The
+    second result has one file of each such set.
+    """
     files = [file for file, _ in homes]
     groups, same = folds.subjects(homes), copies.identical(files)
-    alone = {} if groups is None else dict(zip(files, groups.tolist(), strict=True))
-    if not same:
-        return alone
-    numbers = alone or dict(zip(files, range(len(files)), strict=True))
-    joined = {number: number for number in numbers.values()}
+    if groups is None and not same:
+        return {}, []
+    numbers = dict(zip(files, range(len(files)) if groups is None else groups.tolist(), strict=True))
+    first_of, sizes, divided = {number: number for number in numbers.values()}, Counter(numbers.values()), []
 
     def first(number: int) -> int:
-        while joined[number] != number:
-            number = joined[number]
+        while first_of[number] != number:
+            number = first_of[number]
         return number
 
-    for one, *others in same:
-        for other in others:
-            joined[first(numbers[other])] = first(numbers[one])
+    for copied in sorted(same, key=len):
+        joined = {first(numbers[file]) for file in copied}
+        size = sum(sizes[number] for number in joined)
+        if size > len(files) / 2:
+            divided.append(copied[0])
+            continue
+        target = min(joined)
+        first_of |= dict.fromkeys(joined, target)
+        sizes[target] = size
     together = {file: first(number) for file, number in numbers.items()}
-    return alone if max(Counter(together.values()).values()) > len(files) / 2 else together
+    return (together if groups is not None or len(divided) < len(same) else {}), divided
 
 
 def _held_out(train: dict[str, list[Path]], patients: dict[Path, int], fraction: float) -> set[Path]:

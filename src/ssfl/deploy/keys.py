@@ -250,12 +250,7 @@ def check_dates(folder: Path) -> str:
     connection. Returns a warning if one expires in the next `SOON` days, and "" otherwise."""
     warning = ""
     for file in (folder / "ca.crt", folder / "centre.crt"):
-        try:
-            read = x509.load_pem_x509_certificate(_read(file, _init(folder)))
-        except ValueError:
-            raise SsflError(
-                f"{file} is not a certificate: restore it from a backup, or make new keys with {NEW_KEYS}"
-            ) from None
+        read = _read_certificate(file)
         first, last = read.not_valid_before_utc, read.not_valid_after_utc
         if not first <= datetime.now(UTC) <= last:
             raise SsflError(
@@ -273,21 +268,36 @@ def check_dates(folder: Path) -> str:
 def described(folder: Path) -> list[str]:
     """Returns lines of text about a keys folder: each site with a key, and for which hosts and until when the
     centre's certificate is valid."""
-    warning = check_dates(folder)
-    centre = x509.load_pem_x509_certificate(_read(folder / "centre.crt", _init(folder)))
-    ends = [x509.load_pem_x509_certificate(_read(folder / "ca.crt", _init(folder))).not_valid_after_utc]
+    authority, centre = (_read_certificate(folder / name) for name in ("ca.crt", "centre.crt"))
+    last = min(authority.not_valid_after_utc, centre.not_valid_after_utc)
+    try:
+        warning = check_dates(folder)
+    except SsflError as error:  # a certificate has expired; the rest is still worth showing
+        warning = str(error)
     try:
         names = centre.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
         hosts = ", ".join(str(name.value) for name in names)
     except x509.ExtensionNotFound:
         hosts = "no host"
-    last = min([*ends, centre.not_valid_after_utc])
     unsent = "  (its .site file is still here: send it to the site over a secure channel, then delete it)"
+    public = sites(folder)
+    none = f"no site has a key yet: make one with `ssfl keys add NAME --dir {quote(str(folder))}`"
     return [
-        *(f"{name}{unsent if (folder / f'{name}.site').exists() else ''}" for name in sites(folder)),
+        *([] if public else [none]),
+        *(f"{name}{unsent if (folder / f'{name}.site').exists() else ''}" for name in public),
         f"the centre's certificate is valid for {hosts}, until {last:%Y-%m-%d}",
         *([warning] if warning else []),
     ]
+
+
+def _read_certificate(file: Path) -> x509.Certificate:
+    """Returns a certificate of a keys folder. Raises if the file is none."""
+    try:
+        return x509.load_pem_x509_certificate(_read(file, _init(file.parent)))
+    except ValueError:
+        raise SsflError(
+            f"{file} is not a certificate: restore it from a backup, or make new keys with {NEW_KEYS}"
+        ) from None
 
 
 def _init(folder: Path) -> str:

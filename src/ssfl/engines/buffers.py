@@ -165,7 +165,7 @@ def make_buffers(
     kinds |= {"velocity": rows.dtype} if learns else {}
     kinds |= {"received": rows.dtype} if received else {}
     kinds |= {"narrow": pool.dtype} if rounded else {}
-    joined = _join(layout, rows, models, kinds) if rows.is_cuda else None
+    joined = _join(layout, rows, models, kinds) if _joins(rows) else None
 
     def each(kind: str) -> Named:
         if kind not in kinds:
@@ -190,6 +190,11 @@ def make_buffers(
         None if work.taken is None else empty(work.taken),
         joined,
     )
+
+
+def _joins(rows: Tensor) -> bool:
+    """Returns whether weight vectors are joined. On a CPU, this would save nothing."""
+    return rows.is_cuda
 
 
 def _join(layout: Layout, rows: Tensor, models: int, kinds: dict[str, torch.dtype]) -> Joined | None:

@@ -384,8 +384,7 @@ def _views(
     if "strong" in work.views:
         strong = views("strong", images, strong_keys)
     if "plain" in work.views:
-        plain = pool.normalised(pool.images[chosen.reshape(-1)])
-        weak = plain.unflatten(0, (rows, size))
+        weak = pool.normalised(pool.images[chosen.reshape(-1)]).unflatten(0, (rows, size))
     if "weak" in work.views:
         weak = views("weak", images, weak_keys)
     if "mixed" in work.views:

@@ -143,7 +143,7 @@ def _folded(run: Run) -> str:
     if score is None:
         return f"{run.played:,} of {run.planned:,} rounds are done; the folds come after them."
     groups = finite(inside(run.summary.get("folds"), "groups"))
-    together = " Images of one patient, and identical files, stayed together." if groups else ""
+    together = " Images of one group, such as those of one patient, stayed together." if groups else ""
     return (
         f"In cross-validation, {score.correct:,} of {score.count:,} labelled images are correct, each "
         f"predicted by a model that was not trained on it: {percent(score.share)}, with a 95 % interval of "

@@ -4,6 +4,7 @@ Some mistakes in a config can only be noticed with the data or on the machine th
 here, before anything is written.
 """
 
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +22,7 @@ from ssfl.data.hands import Hands, Index
 from ssfl.engines import choice, memory
 from ssfl.engines.features import Features, is_divided, tail_of
 from ssfl.engines.work import Optimizer, Pool
-from ssfl.errors import ConfigError, one_line
+from ssfl.errors import ConfigError, SsflWarning, one_line
 from ssfl.models import backbones, external
 from ssfl.models.building import plain_network_of
 from ssfl.models.kernels import convolution, launching
@@ -203,13 +204,22 @@ def build(
         held_out, kept_in = split.hold_out(
             dataset.labels.numpy()[server], train.server_held_out, config.split.seed, groups
         )
+        wanted = round(train.server_held_out * len(server))
         if not len(held_out) or not len(kept_in):
+            grouped = "" if groups is None else ", because images of one patient stay together"
             raise ConfigError(
                 f"train.server_held_out = {train.server_held_out} of {len(server)} labelled images leaves "
-                "none to train on or none to evaluate on: change it, or set it to 0",
+                f"none to train on or none to evaluate on{grouped}: change it, or set it to 0",
                 key="train.server_held_out",
                 value=train.server_held_out,
                 fix="train.server_held_out=0",
+            )
+        if groups is not None and abs(len(held_out) - wanted) > wanted / 3:
+            warnings.warn(
+                f"train.server_held_out = {train.server_held_out}: {len(held_out)} of {len(server)} labelled "
+                f"images are held out instead of {wanted}, because images of one patient stay together",
+                SsflWarning,
+                stacklevel=2,
             )
         server, judges = server[kept_in], torch.from_numpy(server[held_out]).to(device)
     plan = Plan(

@@ -112,8 +112,9 @@ class Choice:
 
 
 def inspect(folder: Path, test_fraction: float = DataSettings.test_fraction, broken: str = "skip") -> Facts:
-    """Returns facts about a folder of images. The header of every file is read, but no pixels are decoded.
-    `test_fraction` and `broken` are the settings of [data] with these names."""
+    """Returns facts about a folder of images. The header of every file is read, and the content of files that
+    may be identical, but no pixels are decoded. `test_fraction` and `broken` are the settings of [data] with
+    these names."""
     files = own.sort_files(folder, test_fraction)
     good, bad = decoding.headers(files.everything)
     files = own.readable(files, bad, broken)

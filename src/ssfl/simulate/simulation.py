@@ -311,7 +311,9 @@ class Simulation:
         classes = len(self.dataset.classes)
         if self.device.type == "cuda" and self.pool.features is None and self.pool.dtype != self.pool.wide:
             places, labels = self._server_places(most)
-            return scoring.of_logits(self.by_engine(row, places).log().cpu(), labels, classes)
+            probabilities = self.by_engine(row, places)
+            least = torch.finfo(probabilities.dtype).tiny  # so that no loss is infinite
+            return scoring.of_logits(probabilities.clamp(min=least).log().cpu(), labels, classes)
         write_row(self.model, self.layout, row)
         pool, (images, labels) = replace(self.pool, test_views=0), self.server_images(most)
         return scoring.score(self.model, pool, images, labels, classes)

@@ -232,13 +232,14 @@ def first(
     y = x.new_empty(len(x), *size, outputs)
     count, wide = images * size[0] * size[1], _tile(outputs, 64)
     deep = max(16, triton.next_power_of_2(channels * kernel * kernel))
+    tall = max(16, 128 * 64 // max(deep, 64))  # the inputs of a tile must fit into registers
     launch(
-        _first, (triton.cdiv(count, 128), outputs // wide, models),
+        _first, (triton.cdiv(count, tall), outputs // wide, models),
         x, w, w if bias is None else bias.contiguous(), y, *((w, w, w, w) if norm is None else norm[:4]),
         count, x.shape[2], x.shape[3], size[0], size[1],
         images * channels * x.shape[2] * x.shape[3], w.stride(0), count * outputs,
         *((0.0, 0.0) if norm is None else norm[4:]), stride, padding, kernel, channels, outputs,
-        bias is not None, relu, norm is not None, 128, wide, deep, num_warps=4,
+        bias is not None, relu, norm is not None, tall, wide, deep, num_warps=4,
     )  # fmt: skip
     return y
 
