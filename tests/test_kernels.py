@@ -413,7 +413,7 @@ def test_joined_vectors_take_the_step_of_each(
     assert joined is not None
     assert joined.names == ("a", "b", "c")
     joined.load(rows, speed)
-    parts = {kind: buffers._parts(joined, layout, 3, kind) for kind in kinds}
+    parts = joined.parts
     apart = {kind: {name: value.clone() for name, value in parts[kind].items()} for kind in kinds}
     before, after = layout.unflatten(rows), layout.unflatten(speed)
     for name in joined.names:

@@ -13,15 +13,18 @@ SAMPLE = 4096
 
 
 def warn_about(
-    train: Mapping[Path, str], test: Mapping[Path, str], unlabelled: Iterable[Path] = ()
+    same: Iterable[list[Path]],
+    train: Mapping[Path, str],
+    test: Mapping[Path, str],
+    unlabelled: Iterable[Path],
 ) -> list[str]:
-    """Returns lines of text that warn of identical files. `train` and `test` map the labelled images to their
-    classes."""
-    classes = {**train, **test}
-    lines = []
-    same = identical([*classes, *unlabelled])
-    labelled = [[file for file in files if file in classes] for files in same]
-    differing = [files for files in labelled if len({classes[file] for file in files}) > 1]
+    """Returns lines of text that warn of identical files. `same` are groups of identical files, as from
+    `identical`; `train` and `test` map the labelled images to their classes. Files that are in none of the
+    three sets of images are ignored."""
+    lines, classes, uses = [], {**train, **test}, (train, test, set(unlabelled))
+    sides = [tuple([file for file in files if file in use] for use in uses) for files in same]
+    differing = [[*trained, *tested] for trained, tested, _ in sides]
+    differing = [files for files in differing if len({classes[file] for file in files}) > 1]
     if differing:
         first, *others = differing[0]
         other = next(file for file in others if classes[file] != classes[first])
@@ -29,36 +32,26 @@ def warn_about(
             f"identical files are in the folders of different classes ({count(len(differing), 'image')}, for "
             f"example {first} and {other}): keep each image in one class only"
         )
-    shared = [[[file for file in files if file in part] for part in (train, test)] for files in same]
-    shared = [sides for sides in shared if all(sides)]
-    if shared:
-        number = sum(len(tested) for _, tested in shared)
-        lines.append(
-            f"identical files are among the training and the test images ({count(number, 'test image')}, for "
-            f"example {shared[0][0][0]} and {shared[0][1][0]}), so the accuracy is too high: remove copies"
-        )
-    known = [
-        (files, [file for file in files if file in test])
-        for files in same
-        if any(file not in classes for file in files)
-    ]
-    known = [(files, tested) for files, tested in known if tested]
-    if known:
-        files, tested = known[0]
-        copy = next(file for file in files if file not in classes)
-        number = sum(len(tested) for _, tested in known)
-        lines.append(
-            f"identical files are among the unlabelled and the test images ({count(number, 'test image')}, "
-            f"for example {copy} and {tested[0]}), so the accuracy may be too high: remove copies"
-        )
+    for place, whose, how in ((0, "training", "is"), (2, "unlabelled", "may be")):
+        shared = [(files[place], files[1]) for files in sides if files[place] and files[1]]
+        if shared:
+            number, (known, tested) = sum(len(tested) for _, tested in shared), shared[0]
+            lines.append(
+                f"identical files are among the {whose} and the test images ({count(number, 'test image')}, "
+                f"for example {known[0]} and {tested[0]}), so the accuracy {how} too high: remove copies"
+            )
     return lines
 
 
 def identical(files: Iterable[Path]) -> list[list[Path]]:
     """Returns the groups of two or more files that have the same content. Few files are read completely: only
     those of the same size that are also equal in the middle. Empty files are left out."""
-    groups = [[file for file in files if not _is_empty(file)]]
-    steps: tuple[Callable[[Path], Hashable], ...] = (lambda file: file.stat().st_size, _middle, _digest)
+    groups = [list(files)]
+    steps: tuple[Callable[[Path], Hashable], ...] = (
+        lambda file: file.stat().st_size or file,  # an empty file is like no other
+        _middle,
+        _digest,
+    )
     for key in steps:
         groups = [part for group in groups for part in _grouped(group, key) if len(part) > 1]
     return groups
@@ -72,13 +65,6 @@ def _grouped(files: Iterable[Path], key: Callable[[Path], Hashable]) -> list[lis
         except OSError:  # it was decoded earlier, and is now gone
             continue
     return list(groups.values())
-
-
-def _is_empty(file: Path) -> bool:
-    try:
-        return not file.stat().st_size
-    except OSError:  # it was decoded earlier, and is now gone
-        return True
 
 
 def _middle(file: Path) -> bytes:

@@ -32,8 +32,10 @@ class Files:
     patients: dict[Path, int] = field(default_factory=dict)
     """A number for each labelled image that is not in a folder "test", equal for images of one patient and
     for identical files; empty if no two images belong together."""
+    same: list[list[Path]] = field(default_factory=list)
+    """Groups of identical files, also of files that cannot be read."""
     divided: list[Path] = field(default_factory=list)
-    """One file of each set of identical files that are not kept together, because most images would then
+    """One file of each of those groups whose files are not kept together, because most images would then
     belong together."""
 
     @property
@@ -107,8 +109,16 @@ def sort_files(folder: Path, test_fraction: float) -> Files:
     for entry in classes:
         if not train[entry.name]:
             raise DataError(f"{pictures.nothing_in(entry)}; add some or remove the folder")
-    homes_of_classes = [(file, places[0] / name) for name, files in train.items() for file in files]
-    patients, divided = _patients(homes_of_classes)
+    bare = {place / name: pictures.list_images(place / name) for place in places for name in UNLABELLED}
+    unlabelled = [
+        file
+        for place in places
+        for file in (
+            *pictures.list_images(place, nested=False),
+            *(file for name in UNLABELLED for file in bare[place / name]),
+        )
+    ]
+    test: dict[str, list[Path]] = {}
     if split and "test" in inner:
         test = {entry.name: pictures.list_images(entry) for entry in pictures.list_folders(inner["test"])}
         for loose in pictures.list_images(inner["test"], nested=False):
@@ -121,19 +131,14 @@ def sort_files(folder: Path, test_fraction: float) -> Files:
                     f"{inner['test'] / name}: class {name} is not in {places[0]}; "
                     "add training images of it or remove the folder"
                 )
-    else:
+    homes_of_classes = [(file, places[0] / name) for name, files in train.items() for file in files]
+    tested = [file for files in test.values() for file in files]
+    same = copies.identical([*(file for file, _ in homes_of_classes), *tested, *unlabelled])
+    patients, divided = _patients(homes_of_classes, same)
+    if not (split and "test" in inner):
         held = _held_out(train, patients, test_fraction)
         test = {name: [file for file in files if file in held] for name, files in train.items()}
         train = {name: [file for file in files if file not in held] for name, files in train.items()}
-    bare = {place / name: pictures.list_images(place / name) for place in places for name in UNLABELLED}
-    unlabelled = [
-        file
-        for place in places
-        for file in (
-            *pictures.list_images(place, nested=False),
-            *(file for name in UNLABELLED for file in bare[place / name]),
-        )
-    ]
     if split and "test" in inner and not any(test.values()):
         raise DataError(f"{pictures.nothing_in(inner['test'])}; add some of each class")
     for entry in (entry for base in bare if base.is_dir() for entry in pictures.list_folders(base)):
@@ -142,7 +147,7 @@ def sort_files(folder: Path, test_fraction: float) -> Files:
     homes = {f: f.relative_to(base).parts[0] for base, fs in bare.items() for f in fs if f.parent != base}
     return Files(
         train, unlabelled, test, split and "test" in inner, [homes.get(file, "") for file in unlabelled],
-        patients, divided,
+        patients, same, divided,
     )  # fmt: skip
 
 
@@ -233,9 +238,13 @@ def doubts(folder: Path, files: Files) -> list[str]:
         "class, move their images into one folder"
         for same in alike
     ]
-    return [
-        line for line in lines + copies.warn_about(files.labelled, files.tested, files.unlabelled) if line
-    ]
+    if files.divided:
+        lines.append(
+            f"{files.divided[0]} has so many copies that they cannot all be kept together, so some may be in "
+            "training and others in testing: remove the copies"
+        )
+    lines += copies.warn_about(files.same, files.labelled, files.tested, files.unlabelled)
+    return [line for line in lines if line]
 
 
 def owners(files: Files) -> dict[str, Any]:
@@ -249,16 +258,20 @@ def owners(files: Files) -> dict[str, Any]:
     return {"users": hands, "names": tuple(users), "loose": len(users.get(LOOSE, []))}
 
 
-def _patients(homes: Sequence[tuple[Path, Path]]) -> tuple[dict[Path, int], list[Path]]:
+def _patients(
+    homes: Sequence[tuple[Path, Path]], same: list[list[Path]]
+) -> tuple[dict[Path, int], list[Path]]:
     """Returns a number for each labelled image, equal for images that must not be divided between training
     and testing: those of one patient (`folds.subjects`), and identical files. `homes` are the images, each
-    with the folder of its class. The dict is empty if no two images belong together.
+    with the folder of its class, and `same` are groups of identical files. The dict is empty if no two images
+    belong together.
 
-    If joining identical files would put more than half of all images together, they are not joined. The
-    second result has one file of each such set.
+    If joining the files of such a group would put more than half of all images together, they are not joined.
+    The second result has one file of each of these groups.
     """
-    files = [file for file, _ in homes]
-    groups, same = folds.subjects(homes), copies.identical(files)
+    files, groups = [file for file, _ in homes], folds.subjects(homes)
+    own = set(files)
+    same = [copied for copied in ([f for f in each if f in own] for each in same) if len(copied) > 1]
     if groups is None and not same:
         return {}, []
     numbers = dict(zip(files, range(len(files)) if groups is None else groups.tolist(), strict=True))

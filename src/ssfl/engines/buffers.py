@@ -5,7 +5,6 @@ The tensors stay at fixed addresses. On a GPU a step is recorded as a CUDA graph
 writes the same memory.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -36,6 +35,8 @@ class Joined:
     memory: Named
     """The common memory of the buffers by name: "weights", "narrow", "velocity" and "received". Those that
     the step does not need are left out."""
+    parts: dict[str, Named]
+    """The same memory as weight vectors [n, ...] by name, for each of these buffers."""
 
     def load(self, rows: Tensor, momentum: Tensor) -> None:
         """Copies the values from the models `rows` [n, P + Q], and the velocity from the `momentum` [n, P],
@@ -170,7 +171,7 @@ def make_buffers(
     def each(kind: str) -> Named:
         if kind not in kinds:
             return {}
-        small = {} if joined is None else _parts(joined, layout, models, kind)
+        small = {} if joined is None else joined.parts[kind]
         return {n: small[n] if n in small else empty(value, kinds[kind]) for n, value in trained}
 
     weights = each("weights")
@@ -205,27 +206,23 @@ def _join(layout: Layout, rows: Tensor, models: int, kinds: dict[str, torch.dtyp
     if len(vectors) < 2:
         return None
     owner, column, place, start, end = [], [], [], 0, 0
+    spans: dict[str, slice] = {}
     for name, size, _ in trained:
         if name in vectors:
             values = torch.arange(models * size)
             owner.append(values // size)
             column.append(values % size + start)
             place.append(values + end)
+            spans[name] = slice(end, end + len(values))
             end += -(-len(values) // APART) * APART
         start += size
     memory = {kind: rows.new_zeros(end, dtype=dtype) for kind, dtype in kinds.items()}
+    parts = {
+        kind: {name: whole[span].view(models, -1) for name, span in spans.items()}
+        for kind, whole in memory.items()
+    }
     one, two, three = (torch.cat(each).to(rows.device) for each in (owner, column, place))
-    return Joined(vectors, one, two, three, memory)
-
-
-def _parts(joined: Joined, layout: Layout, models: int, kind: str) -> Named:
-    """Returns the joined weight tensors [models, ...] by name, as parts of the common memory of one kind."""
-    shapes, parts, end = dict(zip(layout.names, layout.shapes, strict=True)), {}, 0
-    for name in joined.names:
-        part = joined.memory[kind][end : end + models * math.prod(shapes[name])]
-        parts[name] = part.view(models, *shapes[name])
-        end += -(-len(part) // APART) * APART
-    return parts
+    return Joined(vectors, one, two, three, memory, parts)
 
 
 def sgd(
