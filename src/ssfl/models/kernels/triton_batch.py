@@ -109,6 +109,16 @@ def _added(sums, model, c, parts, C: tl.constexpr, BP: tl.constexpr, BC: tl.cons
     return tl.sum(one, 0), tl.sum(two, 0)
 
 
+@triton.jit
+def scale_and_shift(mean, var, weight, bias, at, eps):
+    """Returns what batch normalisation multiplies the channels at the positions `at` by, and what it then
+    adds."""
+    spread = tl.sqrt(tl.maximum(tl.load(var + at), 0.0) + eps)
+    scale = tl.load(weight + at).to(tl.float32) / spread
+    shift = tl.load(bias + at).to(tl.float32) - tl.load(mean + at) * scale
+    return scale, shift
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _forward(
     x, mean, var, weight, bias, add, y, rows, eps, slope,
@@ -122,9 +132,7 @@ def _forward(
     tile = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         summand = tl.load(add + place, mask=inside, other=0.0).to(tl.float32)
-    spread = tl.sqrt(tl.maximum(tl.load(var + model * C + c), 0.0) + eps)
-    scale = tl.load(weight + model * C + c).to(tl.float32) / spread
-    shift = tl.load(bias + model * C + c).to(tl.float32) - tl.load(mean + model * C + c) * scale
+    scale, shift = scale_and_shift(mean, var, weight, bias, model * C + c, eps)
     tile = tile * scale[None, :] + shift[None, :]
     if ADD:
         tile += summand

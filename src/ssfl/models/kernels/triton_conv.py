@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ssfl.models.kernels import triton_batch, triton_fold, triton_tma
 from ssfl.models.kernels.launching import launch
+from ssfl.models.kernels.triton_batch import scale_and_shift
 from ssfl.models.kernels.triton_sum import totals
 
 PROGRAMS = 528
@@ -178,10 +179,7 @@ def _first(
     if RELU:
         total = tl.where(total < 0, 0.0, total)
     if NORM:
-        channel = model * OUT + o
-        factor = tl.sqrt(tl.maximum(tl.load(var + channel), 0.0) + eps)
-        factor = tl.load(gain + channel).to(tl.float32) / factor
-        offset = tl.load(shift + channel).to(tl.float32) - tl.load(mean + channel) * factor
+        factor, offset = scale_and_shift(mean, var, gain, shift, model * OUT + o, eps)
         total = total * factor[None, :] + offset[None, :]
         total = tl.where(total > 0, total, total * slope)
     tl.store(y + m[:, None] * OUT + o[None, :], total.to(y.dtype.element_ty), mask=inside[:, None])

@@ -22,6 +22,7 @@ from torch import Tensor
 from ssfl.errors import SsflWarning
 from ssfl.models.kernels import triton_batch
 from ssfl.models.kernels.launching import launch
+from ssfl.models.kernels.triton_batch import scale_and_shift
 from ssfl.models.kernels.triton_sum import totals
 
 try:
@@ -107,9 +108,7 @@ def _correlate(
         total += tl.load(bias + model * OUT + o).to(tl.float32)[:, None]
     if NORM:
         channel = model * (OUT // FOLD) + o % (OUT // FOLD)
-        factor = tl.sqrt(tl.maximum(tl.load(var + channel), 0.0) + eps)
-        factor = tl.load(gain + channel).to(tl.float32) / factor
-        offset = tl.load(shift + channel).to(tl.float32) - tl.load(mean + channel) * factor
+        factor, offset = scale_and_shift(mean, var, gain, shift, channel, eps)
         total = total * factor[:, None] + offset[:, None]
     m = tl.arange(0, BM)
     image += m // (BH * BW)
