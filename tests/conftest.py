@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -15,7 +16,7 @@ import pytest
 from ssfl.cli import main
 from ssfl.config.loading import Config, load_config
 from stage import NAMES, Stage
-from waiting import ended
+from waiting import command_of, descendants, ended
 
 if TYPE_CHECKING:
     from selenium.webdriver import Chrome
@@ -160,6 +161,7 @@ def stage(tmp_path: Path) -> Iterator[Stage]:
     try:
         yield made
     finally:
+        below = {pid: command_of(pid) for process in made.started for pid in descendants(process.pid)}
         for process in made.started:
             if process.poll() is None:
                 process.terminate()
@@ -169,3 +171,7 @@ def stage(tmp_path: Path) -> Iterator[Stage]:
             except AssertionError:
                 process.kill()
                 process.wait()
+        for pid, command in below.items():  # Flower's client apps outlive the node that started them
+            if command and command_of(pid) == command:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)

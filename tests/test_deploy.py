@@ -29,7 +29,7 @@ from ssfl.cli import main
 from ssfl.config.loading import load_config
 from ssfl.config.settings import Config, FederationSettings
 from ssfl.core import outside
-from ssfl.deploy import centre, fleet, images, keys, site, view, wire
+from ssfl.deploy import centre, certificates, fleet, images, key_changes, keys, site, view, wire
 from ssfl.deploy import sites as deploy_sites
 from ssfl.deploy.images import ImageFiles
 from ssfl.deploy.internals import NodeInfo, identity
@@ -688,7 +688,7 @@ def shakes_hands(folder: Path, authority: str, host: str) -> bool:
 def test_a_certificate_that_expires_soon_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keys.init(tmp_path / "keys", [])
     assert keys.check_dates(tmp_path / "keys") == ""
-    expires = datetime.now(UTC) + timedelta(days=365 * keys.YEARS - 1)
+    expires = datetime.now(UTC) + timedelta(days=365 * certificates.YEARS - 1)
 
     class Later(datetime):
         @classmethod
@@ -718,7 +718,7 @@ def test_a_key_is_revoked_or_replaced(tmp_path: Path) -> None:
         grid=Hall({}), names=["aachen", "bonn"], needed=2, deadline=1.0, patience=1.0, tell=lines.append
     )
     before = keys.sites(folder)
-    watch = keys.Watch(folder, before, set(), there, lambda *given: renewed.append(given))
+    watch = key_changes.Watch(folder, before, set(), there, lambda *given: renewed.append(given))
     watch.look()
     assert (renewed, lines) == ([], [])
     keys.revoke(folder, "bonn")

@@ -8,31 +8,27 @@ site's private key, and the authority's certificate, by which the site recognise
 to the site in a way you trust, then delete it here. Keep all other files.
 """
 
-import ipaddress
 import os
 import re
 import tomllib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from shlex import quote
-from typing import Protocol
 
 from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
-from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.asymmetric.types import CertificatePublicKeyTypes
-from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from ssfl.core import plain_files
+from ssfl.deploy import certificates
+from ssfl.deploy.certificates import PEM
 from ssfl.errors import SsflError
 
 LARGEST = 1 << 20
 """The largest size of a key file, in bytes."""
-YEARS = 5
-"""For how many years a new certificate is valid."""
 SOON = 30
 """The centre warns if a certificate expires within this many days."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
@@ -40,7 +36,6 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 NAME_RULE = "at most 63 letters a-z and A-Z, digits, '-', '_' and '.', with a letter or digit first"
 RESERVED = ("ca", "centre")
 """Names that a site may not have, because the centre's own files use them."""
-PEM = serialization.Encoding.PEM
 NEW_KEYS = "`ssfl keys init --dir NEW --host HOST` and `ssfl keys add NAME --dir NEW` for each site"
 
 
@@ -65,19 +60,12 @@ def init(folder: Path, hosts: Sequence[str]) -> list[Path]:
         f"to add a host to the centre's certificate, use `ssfl keys init --dir {quote(str(folder))} --host "
         f"HOST`: the .site files stay valid. To make everything anew, also each .site file, use {NEW_KEYS}",
     )
-    names = [_host(host) for host in dict.fromkeys([*hosts, "localhost", "127.0.0.1"])]
-    authority, centre = (ec.generate_private_key(ec.SECP384R1()) for _ in range(2))
-    issuer = _called("ssfl federation")
-    usage = x509.KeyUsage(False, False, False, False, False, True, True, False, False)
-    root = (
-        _certificate(issuer, issuer, authority.public_key())
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(usage, critical=True)
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(authority.public_key()), critical=False)
-        .sign(authority, hashes.SHA384())
-    )
-    certificate = _centre_certificate(centre.public_key(), names, issuer, authority)
-    contents = [_private(authority), root.public_bytes(PEM), _private(centre), certificate]
+    names = [certificates.host_name(host) for host in dict.fromkeys([*hosts, "localhost", "127.0.0.1"])]
+    root, authority = certificates.new_authority()
+    centre = certificates.new_key()
+    certificate = certificates.for_centre(centre.public_key(), names, root.subject, authority)
+    private = certificates.private_pem
+    contents = [private(authority), root.public_bytes(PEM), private(centre), certificate]
     for file, content in zip(files, contents, strict=True):
         _write(file, content)
     return files
@@ -88,16 +76,13 @@ def add_hosts(folder: Path, hosts: Sequence[str]) -> None:
 
     The centre's key and the authority stay the same, so all .site files stay valid.
     """
-    new = [_host(host) for host in dict.fromkeys(hosts)]
+    new = [certificates.host_name(host) for host in dict.fromkeys(hosts)]
     check_dates(folder)
     file = folder / "centre.crt"
-    try:
-        old = x509.load_pem_x509_certificate(_read(file, ""))
-        names = old.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-        authority = serialization.load_pem_private_key(_read(folder / "ca.key", ""), None)
-    except (ValueError, TypeError, x509.ExtensionNotFound, UnsupportedAlgorithm):
-        authority = None
-    if authority is None or not isinstance(authority, ec.EllipticCurvePrivateKey):
+    old = certificates.read(_read(file, ""))
+    authority = certificates.read_private(_read(folder / "ca.key", ""))
+    names = [] if old is None else certificates.names_in(old)
+    if old is None or authority is None or not names:
         raise SsflError(
             f"{folder} has another centre.crt or ca.key than `ssfl keys init` made: restore them from a "
             f"backup, or make new keys with {NEW_KEYS}"
@@ -105,7 +90,7 @@ def add_hosts(folder: Path, hosts: Sequence[str]) -> None:
     everyone = [*names, *(name for name in new if name not in names)]
     fresh = folder / "centre.crt.new"
     fresh.unlink(missing_ok=True)
-    _write(fresh, _centre_certificate(old.public_key(), everyone, old.issuer, authority))
+    _write(fresh, certificates.for_centre(old.public_key(), everyone, old.issuer, authority))
     fresh.replace(file)
 
 
@@ -117,7 +102,7 @@ def add(folder: Path, name: str) -> Path:
             f"{name!r} cannot be the name of a site: use {NAME_RULE}, and not 'ca' or 'centre'", value=name
         )
     authority = _read(folder / "ca.crt", _init(folder))
-    key = ec.generate_private_key(ec.SECP384R1())
+    key = certificates.new_key()
     secret = key.private_bytes(PEM, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption())
     public = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
     site = folder / f"{name}.site"
@@ -172,79 +157,6 @@ def replace(folder: Path, name: str) -> Path:
     return add(folder, name)
 
 
-class WatchedFleet(Protocol):
-    """The fields of a `Fleet` that `Watch` uses."""
-
-    names: list[str]
-    left_out: set[str]
-
-    @property
-    def tell(self) -> Callable[[str], None]: ...
-
-
-@dataclass
-class Watch:
-    """Applies changes of the keys folder while a federation runs. `known` has the public keys that were
-    applied last."""
-
-    folder: Path
-    known: dict[str, ec.EllipticCurvePublicKey]
-    without: set[str]
-    """The names of sites of this run that have no key now."""
-    fleet: WatchedFleet
-    renew: Callable[[str, ec.EllipticCurvePublicKey | None], None]
-    """Called with a site's name and its new key, or with None if the key was removed. From then on, the port
-    accepts only the new key. With None, the site can no longer connect."""
-    _seen: list[tuple[str, int]] = field(default_factory=list)
-    """The names and modification times of the key files when `look` last applied them."""
-
-    def look(self) -> None:
-        """Applies the changes in the folder since the last call: keys that were replaced, removed or added.
-        If the folder cannot be read, prints why and leaves the changes to the next call."""
-        try:
-            seen = sorted((file.name, file.stat().st_mtime_ns) for file in self.folder.glob("*.pub"))
-            if seen == self._seen:
-                return
-            now = sites(self.folder)
-        except (SsflError, OSError) as error:  # the folder is probably being changed right now
-            self.fleet.tell(f"the changed keys were not applied, and the previous keys stay in use: {error}")
-            return
-        self._apply(now)
-        self._seen = seen  # if the port could not be reached, the next call tries again
-
-    def _apply(self, now: dict[str, ec.EllipticCurvePublicKey]) -> None:
-        """Applies the differences between the `known` keys and `now`, the keys that are in the folder now.
-
-        If a site of this run has a new key, the port accepts that key from now on. If its key was removed,
-        the site is excluded. For a site that is not in this run, only a line is printed that says how it can
-        join.
-        """
-        for name in sorted(now.keys() | self.known.keys()):
-            key, before = now.get(name), self.known.get(name)
-            if key == before:
-                continue
-            if name not in self.fleet.names:
-                if before is None:
-                    self.fleet.tell(
-                        f"{name} is a new site: to let it join, stop the centre with Ctrl-C and continue "
-                        "with `ssfl serve --resume RUN --keys FOLDER`"
-                    )
-                continue
-            self.renew(name, key)
-            if key is None:
-                self.known.pop(name)
-                self.without.add(name)
-                self.fleet.left_out.add(name)
-                self.fleet.tell(f"{name} is excluded from now on: its key was revoked")
-            else:
-                self.known[name] = key
-                if name in self.without:
-                    self.fleet.left_out.discard(name)
-                self.without.discard(name)
-                self.fleet.tell(f"the key of {name} was replaced: its old key is no longer accepted")
-        self.known = now
-
-
 def check_dates(folder: Path) -> str:
     """Raises if a certificate in the keys folder is not valid today, because every site would refuse the
     connection. Returns a warning if one expires in the next `SOON` days, and "" otherwise."""
@@ -274,11 +186,7 @@ def described(folder: Path) -> list[str]:
         warning = check_dates(folder)
     except SsflError as error:  # a certificate has expired; the rest is still worth showing
         warning = str(error)
-    try:
-        names = centre.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-        hosts = ", ".join(str(name.value) for name in names)
-    except x509.ExtensionNotFound:
-        hosts = "no host"
+    hosts = ", ".join(str(name.value) for name in certificates.names_in(centre)) or "no host"
     unsent = "  (its .site file is still here: send it to the site over a secure channel, then delete it)"
     public = sites(folder)
     none = f"no site has a key yet: make one with `ssfl keys add NAME --dir {quote(str(folder))}`"
@@ -292,12 +200,12 @@ def described(folder: Path) -> list[str]:
 
 def _read_certificate(file: Path) -> x509.Certificate:
     """Returns a certificate of a keys folder. Raises if the file is none."""
-    try:
-        return x509.load_pem_x509_certificate(_read(file, _init(file.parent)))
-    except ValueError:
+    certificate = certificates.read(_read(file, _init(file.parent)))
+    if certificate is None:
         raise SsflError(
             f"{file} is not a certificate: restore it from a backup, or make new keys with {NEW_KEYS}"
-        ) from None
+        )
+    return certificate
 
 
 def _init(folder: Path) -> str:
@@ -310,69 +218,15 @@ def read_site(file: Path) -> SiteKey:
     try:
         fields = tomllib.loads(_read(file, "ask the operator of the centre for this file").decode())
         key = serialization.load_ssh_private_key(fields["private_key"].strip().encode() + b"\n", None)
-        x509.load_pem_x509_certificate(fields["authority"].strip().encode())
         name, authority = str(fields["name"]), str(fields["authority"]).strip().encode()
-        if isinstance(key, ec.EllipticCurvePrivateKey) and NAME.fullmatch(name):
+        whole = NAME.fullmatch(name) and certificates.read(authority) is not None
+        if isinstance(key, ec.EllipticCurvePrivateKey) and whole:
             return SiteKey(name, key, authority)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, UnsupportedAlgorithm):
         pass
     raise SsflError(
         f"{file} is not a site file made by `ssfl keys add`: ask the operator of the centre to send it again"
     )
-
-
-def _host(host: str) -> x509.GeneralName:
-    """Returns a host name or an IP address in the form that a certificate needs. Raises if it is neither."""
-    try:
-        return x509.IPAddress(ipaddress.ip_address(host))
-    except ValueError:
-        pass
-    if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?", host):
-        raise SsflError(
-            f"--host {host!r} is not a host name or an IP address: leave out the port and https://"
-        )
-    return x509.DNSName(host)
-
-
-def _called(name: str) -> x509.Name:
-    """Returns an X.509 name with this text as its common name, for a certificate."""
-    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-
-
-def _certificate(
-    subject: x509.Name, issuer: x509.Name, key: CertificatePublicKeyTypes
-) -> x509.CertificateBuilder:
-    """Returns an unsigned certificate for this public key. It is valid from yesterday on, for `YEARS`
-    years."""
-    start = datetime.now(UTC) - timedelta(days=1)  # the clocks of machines differ
-    return x509.CertificateBuilder(
-        issuer, subject, key, x509.random_serial_number(), start, start + timedelta(days=365 * YEARS)
-    )
-
-
-def _centre_certificate(
-    public: CertificatePublicKeyTypes,
-    names: Sequence[x509.GeneralName],
-    issuer: x509.Name,
-    authority: ec.EllipticCurvePrivateKey,
-) -> bytes:
-    """Returns the centre's certificate for these names, signed by the authority, as PEM text."""
-    known_by = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.public_key())
-    return (
-        _certificate(_called("ssfl centre"), issuer, public)
-        .add_extension(x509.SubjectAlternativeName(names), critical=False)
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
-        .add_extension(known_by, critical=False)
-        .sign(authority, hashes.SHA384())
-        .public_bytes(PEM)
-    )
-
-
-def _private(key: ec.EllipticCurvePrivateKey) -> bytes:
-    """Returns a private key as PEM text, without a password."""
-    content: bytes = key.private_bytes(PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    return content
 
 
 def _require_free(files: Sequence[Path], advice: str) -> None:

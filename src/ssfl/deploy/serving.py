@@ -16,8 +16,8 @@ import numpy as np
 from ssfl.config.checks import check
 from ssfl.config.settings import Config
 from ssfl.data import inventory
+from ssfl.deploy import key_changes, link, silenced
 from ssfl.deploy import keys as keyring
-from ssfl.deploy import link, silenced
 from ssfl.deploy.centre import prepare, with_sites
 from ssfl.deploy.fleet import Fleet
 from ssfl.deploy.view import FederationView
@@ -122,7 +122,7 @@ def serve(config: Config | None, path: Path, place: Place, again: bool, view: Fe
                 tell=view.tell, notes=notes, exclude=grid.exclude, left_out=set(gone),
             )  # fmt: skip
             if place.keys is not None:
-                fleet.look = keyring.Watch(place.keys, known, set(gone), fleet, grid.renew).look
+                fleet.look = key_changes.Watch(place.keys, known, set(gone), fleet, grid.renew).look
             return conduct(sim, terms, fleet, path, again, place.share, view)
 
 
