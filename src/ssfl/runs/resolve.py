@@ -12,7 +12,7 @@ import torch
 
 from ssfl import methods
 from ssfl.config.checks import check
-from ssfl.config.settings import Config, ModelSettings, SplitSettings
+from ssfl.config.settings import Config, ModelSettings, PrivacySettings, SplitSettings
 from ssfl.core import outside
 from ssfl.data import augment, gentle, sources, split
 from ssfl.data.arrays import Data
@@ -110,69 +110,13 @@ def resolve(config: Config, dataset: Dataset) -> Config:
             value=config.run.test,
             fix="data.validation=0.1",
         )
-    federation, split_settings = config.federation, config.split
-    participants = federation.participants or split_settings.users
-    groups, method = federation.groups, config.method
-    if groups is None:
-        groups = min(participants, max(2, -(-participants // 10))) if method.grouped else 1
-    full = -(-participants // groups)
-    if federation.group_sizes == "filled" and (groups - 1) * full >= participants:
-        raise ConfigError(
-            f"federation.group_sizes = 'filled' leaves one of {groups} groups without users: set "
-            f"federation.groups={-(-participants // full)}",
-            key="federation.groups",
-            value=groups,
-            fix=f"federation.groups={-(-participants // full)}",
-        )
-    count = max(1, round(planned_rounds(config)))
-    if count > 10**9:
-        raise ConfigError(
-            f"federation.epochs = {federation.epochs} would take {count:.0e} rounds, and at most 1e+09 are "
-            "possible: lower federation.epochs",
-            key="federation.epochs",
-            value=federation.epochs,
-        )
-    counts = torch.bincount(dataset.labels[dataset.labels >= 0], minlength=len(dataset.classes))
-    labels = split_settings.server_labels
-    owners_named = dataset.server is not None or (dataset.users is not None and labels is None)
-    if owners_named and split_settings.labels_at != "users":
-        labels = len(_server_images(config, dataset))
-    elif labels is None:
-        smallest = int(counts.min() * (1 - config.data.validation))
-        if dataset.groups is not None:  # whole patients were set aside, maybe more than data.validation
-            smallest = min(smallest, int(_labels_left(config, dataset, len(counts)).min()))
-        labels = len(counts) * min(100, max(smallest // 2, 1))
-        if bool((dataset.labels < 0).any()):  # the unlabelled images are for the users
-            everything = int(_labels_left(config, dataset, len(counts)).sum())
-            labels = everything if split_settings.labels_at == "server" else len(counts) * smallest
-    user_labels = split_settings.user_labels
-    if split_settings.labels_at != "server" and user_labels is None:
-        user_labels = labels
-    if split_settings.labels_at == "users":
-        labels = 0
-    if config.model.norm_statistics != "average" and labels == 0:
-        raise ConfigError(
-            f"model.norm_statistics = {config.model.norm_statistics!r} needs labelled images at the server, "
-            "and the server has none: set model.norm_statistics=average",
-            key="model.norm_statistics",
-            value=config.model.norm_statistics,
-            fix="model.norm_statistics=average",
-        )
-    if "labels" in method.needs() and bool((dataset.labels < 0).any()):
-        raise ConfigError(
-            f"method.name = {method.name!r} needs a label on every image, and some of {dataset.name} have "
-            f"none: choose another method, such as method.name={methods.DEFAULT}",
-            key="method.name",
-            value=method.name,
-            fix=f"method.name={methods.DEFAULT}",
-        )
+    federation = config.federation
+    participants = federation.participants or config.split.users
+    groups, count = _groups(config, participants), _rounds(config)
+    server_labels, user_labels = _label_counts(config, dataset)
+    _require_labels(config, dataset, server_labels)
     flip = dataset.flip if config.data.flip is None else config.data.flip
     path = None if config.data.path is None else _absolute(config.data.path)
-    privacy = config.privacy
-    if privacy.clip is not None:
-        library()
-        delta = min(1e-5, 0.1 / split_settings.users) if privacy.delta is None else privacy.delta
-        privacy = replace(privacy, delta=delta)
     gpu = torch.cuda.is_available() if config.run.device == "auto" else config.run.device != "cpu"
     views = config.train.server_views
     if views == "suited":
@@ -180,9 +124,9 @@ def resolve(config: Config, dataset: Dataset) -> Config:
     return replace(
         config,
         data=replace(config.data, flip=flip, root=_absolute(config.data.root), path=path),
-        split=replace(split_settings, server_labels=labels, user_labels=user_labels),
+        split=replace(config.split, server_labels=server_labels, user_labels=user_labels),
         train=replace(config.train, server_views=views),
-        privacy=privacy,
+        privacy=_privacy(config),
         model=_chosen_model(config, dataset, gpu),
         federation=replace(
             federation,
@@ -196,9 +140,98 @@ def resolve(config: Config, dataset: Dataset) -> Config:
             config.run,
             eval_every=config.run.eval_every or max(5, count // 100),
             checkpoint_every=config.run.checkpoint_every or max(10, count // 100),
-            baseline=_compared(config, labels),
+            baseline=_compared(config, server_labels),
         ),
     )
+
+
+def _groups(config: Config, participants: int) -> int:
+    """Returns the number of groups (federation.groups). By default, a method that uses groups has one for
+    every ten participants, and at least two. Raises if a group would be empty."""
+    federation, groups = config.federation, config.federation.groups
+    if groups is None:
+        groups = min(participants, max(2, -(-participants // 10))) if config.method.grouped else 1
+    full = -(-participants // groups)
+    if federation.group_sizes == "filled" and (groups - 1) * full >= participants:
+        raise ConfigError(
+            f"federation.group_sizes = 'filled' leaves one of {groups} groups without users: set "
+            f"federation.groups={-(-participants // full)}",
+            key="federation.groups",
+            value=groups,
+            fix=f"federation.groups={-(-participants // full)}",
+        )
+    return groups
+
+
+def _rounds(config: Config) -> int:
+    """Returns the number of rounds as a whole number. Raises if it is too large."""
+    count = max(1, round(planned_rounds(config)))
+    if count > 10**9:
+        raise ConfigError(
+            f"federation.epochs = {config.federation.epochs} would take {count:.0e} rounds, and at most "
+            "1e+09 are possible: lower federation.epochs",
+            key="federation.epochs",
+            value=config.federation.epochs,
+        )
+    return count
+
+
+def _label_counts(config: Config, dataset: Dataset) -> tuple[int, int | None]:
+    """Returns the numbers of labelled images of the server (split.server_labels) and of all users
+    (split.user_labels, which is None if users need no labels).
+
+    The server gets all labelled images that the data give it. If neither the data nor the config say how
+    many, it gets all labelled images if others have no label. Otherwise it gets at most half of each class,
+    and at most 100 images of it.
+    """
+    settings = config.split
+    labels, user_labels = settings.server_labels, settings.user_labels
+    owners_named = dataset.server is not None or (dataset.users is not None and labels is None)
+    if owners_named and settings.labels_at != "users":
+        labels = len(_server_images(config, dataset))
+    elif labels is None:
+        counts = torch.bincount(dataset.labels[dataset.labels >= 0], minlength=len(dataset.classes))
+        smallest = int(counts.min() * (1 - config.data.validation))
+        if dataset.groups is not None:  # whole patients were set aside, maybe more than data.validation
+            smallest = min(smallest, int(_labels_left(config, dataset, len(counts)).min()))
+        labels = len(counts) * min(100, max(smallest // 2, 1))
+        if bool((dataset.labels < 0).any()):  # the unlabelled images are for the users
+            everything = int(_labels_left(config, dataset, len(counts)).sum())
+            labels = everything if settings.labels_at == "server" else len(counts) * smallest
+    if settings.labels_at != "server" and user_labels is None:
+        user_labels = labels
+    return 0 if settings.labels_at == "users" else labels, user_labels
+
+
+def _require_labels(config: Config, dataset: Dataset, server_labels: int) -> None:
+    """Raises if labels are missing that the network's normalisation or the method need."""
+    if config.model.norm_statistics != "average" and server_labels == 0:
+        raise ConfigError(
+            f"model.norm_statistics = {config.model.norm_statistics!r} needs labelled images at the server, "
+            "and the server has none: set model.norm_statistics=average",
+            key="model.norm_statistics",
+            value=config.model.norm_statistics,
+            fix="model.norm_statistics=average",
+        )
+    if "labels" in config.method.needs() and bool((dataset.labels < 0).any()):
+        raise ConfigError(
+            f"method.name = {config.method.name!r} needs a label on every image, and some of {dataset.name} "
+            f"have none: choose another method, such as method.name={methods.DEFAULT}",
+            key="method.name",
+            value=config.method.name,
+            fix=f"method.name={methods.DEFAULT}",
+        )
+
+
+def _privacy(config: Config) -> PrivacySettings:
+    """Returns the section [privacy] in which delta is filled in. Raises if differential privacy is used and
+    its library is not installed."""
+    privacy = config.privacy
+    if privacy.clip is None:
+        return privacy
+    library()
+    delta = min(1e-5, 0.1 / config.split.users) if privacy.delta is None else privacy.delta
+    return replace(privacy, delta=delta)
 
 
 def _compared(config: Config, server_labels: int) -> bool:

@@ -128,89 +128,100 @@ def playing(rest: RestOfRun) -> Playing:
         return (yield from _playing(rest, tracked))
 
 
+class _Record:
+    """Writes what a run records while it is played: events, checkpoints and the unfinished model."""
+
+    def __init__(self, rest: RestOfRun, tracked: Report) -> None:
+        """`tracked` logs an event to the experiment tracker."""
+        self.sim, self.path, self.report, self.tracked = rest.sim, rest.path, rest.report, tracked
+        self.conditions = conditions(rest.sim)
+        self.writes = is_leader(rest.sim.config)
+        self.totals = {"seconds": 0.0, "bytes_up": 0, "bytes_down": 0} | rest.start.totals
+        self.history = list(folder.read_events(rest.path)) if self.writes else []
+        self.saving = 0.0
+        """The seconds that a checkpoint took and that no event reports yet."""
+        self.saved_round = rest.start.state.round
+        self._saved = time.monotonic()
+
+    @property
+    def late(self) -> bool:
+        """Whether the last checkpoint was written long ago."""
+        return time.monotonic() - self._saved >= SAVED
+
+    def tell(self, event: Event) -> None:
+        """Records an event, and shows it to the user."""
+        if self.writes:
+            folder.append_event(self.path, event)
+        self.tracked(event)
+        self.history.append(event)
+        if self.report is not None:
+            self.report(event)
+
+    def tell_round(self, events: list[Event]) -> None:
+        """Records the events of a round, and adds its costs to the totals."""
+        for event in events:
+            for key in self.totals:
+                self.totals[key] += event.get(key, 0)
+            self.tell(event)
+
+    def has(self, kind: str, round: int) -> bool:
+        """Returns whether an event of this kind was recorded for this round."""
+        return any(event["event"] == kind and event["round"] == round for event in self.history)
+
+    def save(self, state: State) -> None:
+        """Writes a checkpoint, and a model with which `ssfl predict` works while the run is unfinished."""
+        began = time.perf_counter()
+        checkpoints.write(self.path, Checkpoint(state, self.totals, self.conditions))
+        if state.round < self.sim.rounds:
+            evaluation = next((event for event in reversed(self.history) if event["event"] == "eval"), {})
+            card = model_card(self.sim, evaluation) | {"round": state.round}
+            folder.write_model(self.path / folder.UNFINISHED, self.sim.final_tensors(state), card)
+        self.saving, self.saved_round = time.perf_counter() - began, state.round
+        self._saved = time.monotonic()
+
+
 def _playing(rest: RestOfRun, tracked: Report) -> Playing:
     """Does the work of `playing`. Calls `tracked` with each event, to log it to the experiment tracker."""
-    sim, path, report, evaluate = rest.sim, rest.path, rest.report, rest.evaluate
-    state, line = rest.start.state, resuming.command(sim.config, path)
-    totals = {"seconds": 0.0, "bytes_up": 0, "bytes_down": 0} | rest.start.totals
-    every, now, leads = sim.config.run, conditions(sim), is_leader(sim.config)
-    saving, saved = 0.0, time.monotonic()  # `saving`: seconds of a checkpoint that no event reports yet
-    saved_round = state.round
-    history = list(folder.read_events(path)) if leads else []
+    sim, path, state, every = rest.sim, rest.path, rest.start.state, rest.sim.config.run
+    record, line = _Record(rest, tracked), resuming.command(sim.config, path)
     stop = 0  # the signal that asks the run to stop
-    if report is not None:
-        report({"event": "start", "round": state.round, "rounds": sim.rounds, "what": rest.what})
+    if rest.report is not None:
+        rest.report({"event": "start", "round": state.round, "rounds": sim.rounds, "what": rest.what})
     clock = Clock(sim.config, state.round, sim.pool.features)
-
-    def tell(event: Event) -> None:
-        if leads:
-            folder.append_event(path, event)
-        tracked(event)
-        history.append(event)
-        if report is not None:
-            report(event)
-
-    def save() -> None:
-        nonlocal saving, saved, saved_round
-        began = time.perf_counter()
-        checkpoints.write(path, Checkpoint(state, totals, now))
-        if state.round < sim.rounds:  # so that `ssfl predict` works with a stopped run
-            known = [event for event in history if event["event"] == "eval"]
-            card = model_card(sim, known[-1] if known else {}) | {"round": state.round}
-            folder.write_model(path / folder.UNFINISHED, sim.final_tensors(state), card)
-        saving, saved, saved_round = time.perf_counter() - began, time.monotonic(), state.round
-
     private = sim.config.privacy.clip is not None
     if private:
         plan = privacy.planned(sim.config)
-        if not history:
-            tell(plan)
-        elif report is not None:
-            report(plan)
+        if not record.history:
+            record.tell(plan)
+        elif rest.report is not None:
+            rest.report(plan)
     try:
         while state.round < sim.rounds:
             began = time.perf_counter()
             state, events = sim.play(state)
             last = state.round == sim.rounds
             events[0]["seconds"] = time.perf_counter() - began
-            if saving:
-                events[0]["phases"]["checkpoint"], saving = saving, 0.0
+            if record.saving:
+                events[0]["phases"]["checkpoint"], record.saving = record.saving, 0.0
             events[0]["left"] = clock.left(events[0])
             if last or state.round % (every.eval_every or 1) == 0:
                 began = time.perf_counter()
-                events.append(evaluate(state))
+                events.append(rest.evaluate(state))
                 events[-1]["seconds"] = time.perf_counter() - began
-            for event in events:
-                for key in totals:
-                    totals[key] += event.get(key, 0)
-                tell(event)
+            record.tell_round(events)
             stop = rest.interrupted() if sim.ranks is None else sim.ranks.agree(rest.interrupted())
-            late = time.monotonic() - saved >= SAVED
-            if leads and (last or stop or late or state.round % (every.checkpoint_every or 1) == 0):
-                save()
+            planned = last or state.round % (every.checkpoint_every or 1) == 0
+            if record.writes and (planned or stop or record.late):
+                record.save(state)
             if stop and not last:
                 raise Interrupted(path, state.round, line, stop)
             try:
                 yield Done(state.round, events, state)
             except GeneratorExit:
-                if leads and saved_round < state.round:
-                    save()
+                if record.writes and record.saved_round < state.round:
+                    record.save(state)
                 raise
-        if not any(event["event"] == "eval" and event["round"] == state.round for event in history):
-            tell(evaluate(state))  # the run was stopped after its last checkpoint and before this event
-        over = {event["event"] for event in history if event["round"] == state.round}
-        if private and "privacy" not in over:
-            tell(privacy.spent(sim.config, history))
-        if not leads:
-            return Result(last_event(history, "eval").get("accuracy", math.nan), history, path)
-        play = partial(_inside, report=report, interrupted=rest.interrupted)
-        try:
-            compared = baseline.compare(sim, path, state, play)
-        except Interrupted as stopped:
-            raise Interrupted(path, state.round, line, stopped.by) from None
-        if compared.verdict is not None and "verdict" not in over:
-            tell({"event": "verdict", "round": state.round, **compared.verdict})
-        result = finish(sim, path, state, totals, history, compared)
+        result = _ended(rest, record, state, line)
         return replace(result, stopped=state.round, stopped_by=stop) if stop else result
     except RunError as error:
         if rest.what or isinstance(error, DamagedRun):
@@ -218,6 +229,27 @@ def _playing(rest: RestOfRun, tracked: Report) -> Playing:
         raise RunError(
             f"{error}; then continue with `{line}`", key=error.key, value=error.value, fix=error.fix
         ) from error
+
+
+def _ended(rest: RestOfRun, record: _Record, state: State, line: str) -> Result:
+    """Does what is left after the last round, and returns the result: evaluates the model, compares the run
+    with its server-only run, and writes the summary. `line` is the command that continues the run."""
+    sim, path = rest.sim, rest.path
+    if not record.has("eval", state.round):
+        record.tell(rest.evaluate(state))  # the run was stopped after its last checkpoint, before this event
+    if sim.config.privacy.clip is not None and not record.has("privacy", state.round):
+        record.tell(privacy.spent(sim.config, record.history))
+    if not record.writes:
+        accuracy = last_event(record.history, "eval").get("accuracy", math.nan)
+        return Result(accuracy, record.history, path)
+    play = partial(_inside, report=rest.report, interrupted=rest.interrupted)
+    try:
+        compared = baseline.compare(sim, path, state, play)
+    except Interrupted as stopped:
+        raise Interrupted(path, state.round, line, stopped.by) from None
+    if compared.verdict is not None and not record.has("verdict", state.round):
+        record.tell({"event": "verdict", "round": state.round, **compared.verdict})
+    return finish(sim, path, state, record.totals, record.history, compared)
 
 
 def _inside(
