@@ -2,7 +2,9 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from ssfl.config.settings import Config
 from ssfl.core.losses import Losses
 from ssfl.core.rows import write_row
 from ssfl.data import split
-from ssfl.engines import buffers
+from ssfl.engines import buffers, vmap
 from ssfl.federation import State, Step
 from ssfl.methods import parts
 from ssfl.methods.overlap_sgd import OverlapSgd
@@ -235,6 +237,10 @@ def test_the_same_engine_is_bit_identical(quick: Make, engine: str) -> None:
     assert torch.equal(rows[0], rows[1])
 
 
+def with_join(joined: bool, *arguments: Any, **options: Any) -> buffers.StepBuffers:
+    return buffers.make_buffers(*arguments, **options | {"join": joined})
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -250,7 +256,7 @@ def test_joined_weight_vectors_change_nothing(
     """As on a GPU, where the vectors of all models lie in common memory."""
     rows = []
     for joined in (False, True):
-        monkeypatch.setattr(buffers, "_joins", lambda rows, joined=joined: joined)
+        monkeypatch.setattr(vmap, "make_buffers", partial(with_join, joined))
         sim = unequal(assemble.make(quick("run.engine=vmap", "train.precision=float64", *settings)))
         state = warmed(sim)
         for _ in range(3):

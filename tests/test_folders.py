@@ -153,11 +153,32 @@ def test_copies_in_every_patient_are_told_and_other_copies_stay_together(tmp_pat
     files = sort_files(tmp_path, 0.2)
     (common,) = files.divided
     assert common.name.endswith("_0.png")
-    numbers = {f"{file.parent.name}/{file.name}": number for file, number in files.patients.items()}
+    numbers = {f"{file.parent.name}/{file.name}": number for file, number in files.together.items()}
     assert numbers["a/100_2.png"] == numbers["b/200_2.png"] == numbers["a/101_1.png"]
     assert len(set(numbers.values())) == 12 - 2
     lines = warned(str(tmp_path))
     assert any(str(common) in line and "so many copies" in line for line in lines)
+
+
+@pytest.mark.parametrize("chain", [True, False])
+def test_copies_never_take_a_class_out_of_the_test_images(tmp_path: Path, chain: bool) -> None:
+    """Either all patients of a class have one image in common, or each has one in common with the next."""
+    for label in "abcd":
+        patients_of(str(tmp_path / label), *(str(100 + number) for number in range(8)))
+    pixels = np.random.default_rng(1)
+    for file in tmp_path.rglob("*.png"):
+        Image.fromarray(pixels.integers(0, 255, (8, 8), dtype=np.uint8)).save(file)
+        file.rename(file.with_name(f"{file.parent.name}{file.name}"))  # each class has its own patients
+    for label in "abc":
+        for number in range(101, 108):
+            source = f"{label}{number - 1}_1.png" if chain else f"{label}100_0.png"
+            shutil.copy(tmp_path / label / source, tmp_path / label / f"{label}{number}_0.png")
+    files = sort_files(tmp_path, 0.2)
+    assert all(3 <= len(part) <= 12 for part in files.test.values())
+    assert {file.name[0] for file in files.divided} == set("abc")
+    assert set(folds.assign(np.array(files.labels(files.train)), files.groups, 2, 1).tolist()) == {0, 1}
+    alone = [file for part in (files.train, files.test) for file in part["d"]]
+    assert len({files.together[file] for file in alone}) == 8
 
 
 def test_a_class_of_one_patient_has_no_test_images(tmp_path: Path) -> None:
@@ -169,11 +190,11 @@ def test_a_class_of_one_patient_has_no_test_images(tmp_path: Path) -> None:
     assert list(map(len, sort_files(tmp_path, 0.2).test.values())) == [2, 0]
 
 
-def warned(folder: str) -> list[str]:
+def warned(folder: str, test_fraction: float = 0.2) -> list[str]:
     """The warnings about a folder whose images are loaded."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        load(path=folder, root=Path(), size=8)
+        load(path=folder, root=Path(), size=8, test_fraction=test_fraction)
     return [str(one.message) for one in caught if one.category is SsflWarning]
 
 
@@ -219,6 +240,8 @@ def test_identical_files_are_told_if_labels_or_test_images_suffer(ssfl: Call) ->
     assert "unlabelled/seen.png" in seen
     assert "test/a/0.png" in seen
     assert "harmless" not in seen
+    shutil.rmtree("scans/test")
+    assert any("harmless" in line for line in warned("scans", test_fraction=0))  # as in a cross-validation
 
 
 def test_classes_whose_names_look_the_same_are_told(ssfl: Call) -> None:

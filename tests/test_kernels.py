@@ -366,28 +366,49 @@ def test_one_step_of_sgd(momentum: float, nesterov: bool, taken: list[int] | Non
 
 @pytest.mark.parametrize("taken", [None, [3, 1]])
 @pytest.mark.parametrize("optimizer", [Optimizer(0.9, True, 1e-3), Optimizer(0.0, False, 0.0)])
-def test_a_step_by_kernels_is_the_plain_step(optimizer: Optimizer, taken: list[int] | None) -> None:
-    """With gradients in the weights' memory format and in another one, running statistics and metrics."""
+@pytest.mark.parametrize("without", [None, "bias", "scale"])
+def test_a_step_by_kernels_is_the_plain_step(
+    optimizer: Optimizer, taken: list[int] | None, without: str | None
+) -> None:
+    """With gradients in the weights' memory format and in another one, joined vectors, running statistics and
+    metrics; and with a weight that has no gradient."""
+    shapes = {"bias": (9,), "filters": (8, 4, 3, 3), "point": (5, 7, 1, 1), "scale": (70,)}
+    layout = Layout(tuple(shapes), tuple(shapes.values()), (9, 288, 35, 70), 402)
 
-    def made() -> StepBuffers:
+    def made(join: bool) -> StepBuffers:
         generator = torch.Generator("cuda").manual_seed(1)
 
         def draw(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator, device="cuda")
 
-        filters, point = draw(2, 8, 3, 3, 4).movedim(-1, 2), draw(2, 5, 7, 1, 1)
-        weights = {"filters": filters, "point": point, "bias": draw(2, 9)}
-        velocity = {name: draw(*value.shape) for name, value in weights.items()}
-        velocity = {name: torch.empty_like(weights[name]).copy_(value) for name, value in velocity.items()}
-        narrow = {name: value.bfloat16() for name, value in weights.items()}
-        return StepBuffers(
-            weights, velocity, {}, narrow, True, {"mean": draw(2, 6)}, None, draw(3, 2).abs(),  # type: ignore[arg-type]
+        rows, momentum = draw(2, 402), draw(2, 402)
+        kinds = {"weights": torch.float32, "velocity": torch.float32, "narrow": torch.bfloat16}
+        joined = buffers._join(layout, rows, 2, kinds) if join else None
+        values, speed = layout.unflatten(rows), layout.unflatten(momentum)
+        for named in (values, speed):
+            named["filters"] = named["filters"].movedim(2, -1).contiguous().movedim(-1, 2)
+        made = StepBuffers(
+            {name: value.clone() for name, value in values.items()},
+            {name: value.clone() for name, value in speed.items()}, {},
+            {name: value.bfloat16() for name, value in values.items()}, True,
+            {"mean": draw(2, 6)}, None, draw(3, 2).abs(),  # type: ignore[arg-type]
             torch.ones(1, dtype=torch.int64, device="cuda"), {"loss": draw(2)},
-            None if taken is None else torch.tensor(taken, device="cuda"),
+            None if taken is None else torch.tensor(taken, device="cuda"), joined,
         )  # fmt: skip
+        if joined is not None:
+            joined.load(rows, momentum)
+            for kind, named in (
+                ("weights", made.weights),
+                ("velocity", made.velocity),
+                ("narrow", made.narrow),
+            ):
+                named |= joined.parts[kind]
+        return made
 
-    slow, fast = made(), made()
-    gradients = {name: random(*value.shape, seed=7) for name, value in slow.weights.items()}
+    slow, fast = made(False), made(True)
+    gradients = {
+        name: random(*value.shape, seed=7) for name, value in slow.weights.items() if name != without
+    }
     statistics, metrics = {"mean": torch.ones(2, 6, device="cuda")}, {"loss": torch.ones(2, device="cuda")}
     sgd(slow, gradients, statistics, metrics, optimizer)
     sgd_by_kernels(fast, gradients, statistics, metrics, optimizer)

@@ -38,11 +38,12 @@ class DataSettings:
     """Resize all images to squares with sides of this many pixels. Default: images are not resized."""
     test_fraction: float = setting(0.2, least=0.01, most=0.9, what="a fraction of the labelled images")
     """If an image folder has no sub-folder test/, this part of its labelled images is held out for testing.
-    With run.folds, no test images are held out, because the cross-validation tests on every labelled
-    image."""
+    Images of one patient, and identical files, stay together. With run.folds, no test images are held out,
+    because the cross-validation tests on every labelled image."""
     validation: float = setting(0.0, least=0, most=0.5, what="a fraction of the training images")
     """The part of the labelled training images that is set aside as validation images, before the split.
-    Nobody trains on them; they are used to choose settings."""
+    Nobody trains on them; they are used to choose settings. In a folder of images, images of one patient, and
+    identical files, stay together."""
     flip: bool | None = None
     """Whether augmentation may mirror an image left to right. Default: no for digits, svhn and emnist, and no
     if most of your own images are grey; otherwise yes."""
@@ -252,9 +253,10 @@ class TrainSettings:
     server_held_out: float = setting(
         0.0, least=0, most=0.5, what="a fraction of the server's labelled images"
     )
-    """The part of the server's labelled images that the server does not train on. These images serve to
-    evaluate models and updates, because the server cannot have memorised them. They are used by the settings
-    guard and relative of the method `anchored`, by federation.median_fallback and by federation.gate."""
+    """The part of the server's labelled images that the server does not train on. In a folder of images,
+    images of one patient, and identical files, stay together. The held-out images serve to evaluate models
+    and updates, because the server cannot have memorised them. They are used by the settings guard and
+    relative of the method `anchored`, by federation.median_fallback and by federation.gate."""
     server_batch_size: int | None = setting(None, least=1, most=65536, what="images")
     """The number of images in a training step of the server. Default: batch_size."""
     server_steps: int | None = setting(None, least=1, most=10**6, what="steps")
@@ -314,7 +316,8 @@ class RunSettings:
     folds: int = setting(0, least=0, most=100, what="folds; 0 means no cross-validation")
     """The number of folds of a cross-validation on the server's labelled images; 0 is none. Each image is
     held out in one of this many shorter runs. If file names or sub-folders show which images belong to the
-    same patient, these images stay in the same fold. The final model is trained on all labels."""
+    same patient, these images stay in the same fold, and so do identical files. The final model is trained on
+    all labels."""
     diversity_every: int = setting(0, least=0, most=10**9, what="a number of rounds; 0 means never")
     """The number of rounds from one measurement of gradient diversity to the next; 0 is never."""
     track: str = setting("none", choices=("none", "tensorboard", "mlflow", "wandb"))

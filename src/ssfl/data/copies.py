@@ -2,8 +2,9 @@
 among the test images."""
 
 import hashlib
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from ssfl.core.plain_files import open_plain, read
 from ssfl.core.words import count
@@ -19,12 +20,12 @@ def warn_about(
     unlabelled: Iterable[Path],
 ) -> list[str]:
     """Returns lines of text that warn of identical files. `same` are groups of identical files, as from
-    `identical`; `train` and `test` map the labelled images to their classes. Files that are in none of the
-    three sets of images are ignored."""
-    lines, classes, uses = [], {**train, **test}, (train, test, set(unlabelled))
-    sides = [tuple([file for file in files if file in use] for use in uses) for files in same]
-    differing = [[*trained, *tested] for trained, tested, _ in sides]
-    differing = [files for files in differing if len({classes[file] for file in files}) > 1]
+    `identical`; `train` and `test` map the labelled images to their classes. If there are no test images, a
+    cross-validation tests on the labelled ones. Files that are in none of the three sets are ignored."""
+    lines, classes, unknown = [], {**train, **test}, set(unlabelled)
+    sides = [_Side.of(files, train, test, unknown) for files in same]
+    labelled = [[*side.train, *side.test] for side in sides]
+    differing = [files for files in labelled if len({classes[file] for file in files}) > 1]
     if differing:
         first, *others = differing[0]
         other = next(file for file in others if classes[file] != classes[first])
@@ -32,15 +33,32 @@ def warn_about(
             f"identical files are in the folders of different classes ({count(len(differing), 'image')}, for "
             f"example {first} and {other}): keep each image in one class only"
         )
-    for place, whose, how in ((0, "training", "is"), (2, "unlabelled", "may be")):
-        shared = [(files[place], files[1]) for files in sides if files[place] and files[1]]
+    trained = [(side.train, side.test) for side in sides]
+    if test:
+        kind, seen = "test image", [(side.unlabelled, side.test) for side in sides]
+    else:  # in a cross-validation, every labelled image is a test image of one fold
+        kind, seen = "labelled image", [(side.unlabelled, side.train) for side in sides]
+    for pairs, whose, how in ((trained, "training", "is"), (seen, "unlabelled", "may be")):
+        shared = [(known, tested) for known, tested in pairs if known and tested]
         if shared:
             number, (known, tested) = sum(len(tested) for _, tested in shared), shared[0]
             lines.append(
-                f"identical files are among the {whose} and the test images ({count(number, 'test image')}, "
-                f"for example {known[0]} and {tested[0]}), so the accuracy {how} too high: remove copies"
+                f"identical files are among the {whose} and the {kind}s ({count(number, kind)}, for example "
+                f"{known[0]} and {tested[0]}), so the accuracy {how} too high: remove copies"
             )
     return lines
+
+
+class _Side(NamedTuple):
+    """A group of identical files, divided by their use."""
+
+    train: list[Path]
+    test: list[Path]
+    unlabelled: list[Path]
+
+    @classmethod
+    def of(cls, files: Iterable[Path], *uses: Container[Path]) -> "_Side":
+        return cls(*([file for file in files if file in use] for use in uses))
 
 
 def identical(files: Iterable[Path]) -> list[list[Path]]:

@@ -18,6 +18,8 @@ from ssfl.core import draws
 from ssfl.data.hands import Index
 from ssfl.errors import ConfigError
 
+GROUPS = "groups of images (such as one patient, or identical files)"
+"""In messages: what is not divided between training and a held-out part."""
 _DATE = re.compile(r"(19|20)\d\d((0\d|1[0-2])([0-2]\d|3[01]))?")
 _NAMED = re.compile(r"(patient|pat|subject|subj|sub|case|person|pid|id)\d+|[ps]\d\d+", re.IGNORECASE)
 
@@ -108,7 +110,7 @@ def assign(labels: Index, groups: Index | None, folds: int, seed: int) -> Index:
     for place, group in enumerate(groups_of_images.tolist()):
         members.setdefault(group, []).append(place)
     if len(members) < folds:
-        of = "images" if groups is None else "groups of images (patients)"
+        of = "images" if groups is None else GROUPS
         raise ConfigError(
             f"run.folds = {folds} is more than the {len(members)} labelled {of}: lower run.folds",
             key="run.folds",

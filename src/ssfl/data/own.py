@@ -29,14 +29,14 @@ class Files:
     test: dict[str, list[Path]]
     own_test: bool  # whether the folder has its own test images
     homes: list[str]  # for each unlabelled image, its sub-folder of "unlabelled", or ""
-    patients: dict[Path, int] = field(default_factory=dict)
+    together: dict[Path, int] = field(default_factory=dict)
     """A number for each labelled image that is not in a folder "test", equal for images of one patient and
     for identical files; empty if no two images belong together."""
     same: list[list[Path]] = field(default_factory=list)
     """Groups of identical files, also of files that cannot be read."""
     divided: list[Path] = field(default_factory=list)
-    """One file of each of those groups whose files are not kept together, because most images would then
-    belong together."""
+    """One file of each of those groups whose files are not kept together, because most images of a class
+    would then belong together."""
 
     @property
     def users(self) -> dict[str, list[int]]:
@@ -68,9 +68,9 @@ class Files:
 
     @property
     def groups(self) -> Index | None:
-        """The numbers of the labelled training images in `patients`; None if that is empty."""
+        """The numbers of the labelled training images in `together`; None if that is empty."""
         files = [file for part in self.train.values() for file in part]
-        return np.array([self.patients[file] for file in files]) if self.patients else None
+        return np.array([self.together[file] for file in files]) if self.together else None
 
     def labels(self, part: dict[str, list[Path]]) -> list[int]:
         names = list(self.train)
@@ -84,7 +84,7 @@ def sort_files(folder: Path, test_fraction: float) -> Files:
 
     If there are sub-folders "train" and "test", these are not classes: the folders of the classes are inside
     them. "train" alone is enough if it has sub-folders. Without "test", about the part `test_fraction` of
-    each class is held out for testing. Images of one patient stay together.
+    each class is held out for testing. Images of one patient, and identical files, stay together.
     """
     inner = {entry.name: entry for entry in pictures.list_folders(folder)}
     split = "train" in inner and ("test" in inner or bool(pictures.list_folders(inner["train"])))
@@ -96,7 +96,25 @@ def sort_files(folder: Path, test_fraction: float) -> Files:
                     f"{inner[name]}: must not be next to the folder train, where only test and unlabelled "
                     "are allowed; rename this folder, or move it away"
                 )
-    classes = [entry for entry in pictures.list_folders(places[0]) if entry.name not in UNLABELLED]
+    train = _classes(places[0])
+    unlabelled, homes = _unlabelled(places)
+    own_test = split and "test" in inner
+    test = _own_test(inner["test"], places[0], train) if own_test else {}
+    labelled = [(file, places[0] / name) for name, files in train.items() for file in files]
+    tested = [file for files in test.values() for file in files]
+    same = copies.identical([*(file for file, _ in labelled), *tested, *unlabelled])
+    together, divided = _kept_together(labelled, same)
+    if not own_test:
+        held = _held_out(train, together, test_fraction)
+        test = {name: [file for file in files if file in held] for name, files in train.items()}
+        train = {name: [file for file in files if file not in held] for name, files in train.items()}
+    return Files(train, unlabelled, test, own_test, homes, together, same, divided)
+
+
+def _classes(place: Path) -> dict[str, list[Path]]:
+    """Returns the images of each class in the folder `place`. Raises if there is no class, or if one has no
+    images."""
+    classes = [entry for entry in pictures.list_folders(place) if entry.name not in UNLABELLED]
     for entry in classes:
         if entry.name.lower() in UNLABELLED:
             raise DataError(
@@ -104,51 +122,48 @@ def sort_files(folder: Path, test_fraction: float) -> Files:
                 f"{entry.name.lower()} if its images have no labels, or to another name if it is a class"
             )
     if not classes:
-        raise DataError(f"{places[0]}: has no sub-folders; put the images of each class into a sub-folder")
+        raise DataError(f"{place}: has no sub-folders; put the images of each class into a sub-folder")
     train = {entry.name: pictures.list_images(entry) for entry in classes}
     for entry in classes:
         if not train[entry.name]:
             raise DataError(f"{pictures.nothing_in(entry)}; add some or remove the folder")
-    bare = {place / name: pictures.list_images(place / name) for place in places for name in UNLABELLED}
-    unlabelled = [
-        file
-        for place in places
-        for file in (
-            *pictures.list_images(place, nested=False),
-            *(file for name in UNLABELLED for file in bare[place / name]),
-        )
-    ]
-    test: dict[str, list[Path]] = {}
-    if split and "test" in inner:
-        test = {entry.name: pictures.list_images(entry) for entry in pictures.list_folders(inner["test"])}
-        for loose in pictures.list_images(inner["test"], nested=False):
+    return train
+
+
+def _unlabelled(places: Sequence[Path]) -> tuple[list[Path], list[str]]:
+    """Returns the images without labels in the folders `places`: those beside the sub-folders, and those in
+    the sub-folder "unlabelled". The second result has, for each of them, its sub-folder of "unlabelled", or
+    "". Raises if such a sub-folder has no images."""
+    found, homes = list[Path](), list[str]()
+    for place in places:
+        loose = pictures.list_images(place, nested=False)
+        found += loose
+        homes += [""] * len(loose)
+        for base in (place / name for name in UNLABELLED):
+            files = pictures.list_images(base)
+            found += files
+            homes += ["" if file.parent == base else file.relative_to(base).parts[0] for file in files]
+            for entry in pictures.list_folders(base) if base.is_dir() else []:
+                if not pictures.list_images(entry):
+                    raise DataError(f"{pictures.nothing_in(entry)}; add some or remove the folder")
+    return found, homes
+
+
+def _own_test(place: Path, training: Path, train: dict[str, list[Path]]) -> dict[str, list[Path]]:
+    """Returns the images of each class in `place`, the folder "test". `train` are the images in the folder
+    `training`. Raises if there are no images, if one has no label, or if a class is not in `train`."""
+    test = {entry.name: pictures.list_images(entry) for entry in pictures.list_folders(place)}
+    for loose in pictures.list_images(place, nested=False):
+        raise DataError(f"{loose}: this test image has no label; move it into the sub-folder of its class")
+    for name in test:
+        if name not in train:
             raise DataError(
-                f"{loose}: this test image has no label; move it into the sub-folder of its class"
+                f"{place / name}: class {name} is not in {training}; add training images of it or remove the "
+                "folder"
             )
-        for name in test:
-            if name not in train:
-                raise DataError(
-                    f"{inner['test'] / name}: class {name} is not in {places[0]}; "
-                    "add training images of it or remove the folder"
-                )
-    homes_of_classes = [(file, places[0] / name) for name, files in train.items() for file in files]
-    tested = [file for files in test.values() for file in files]
-    same = copies.identical([*(file for file, _ in homes_of_classes), *tested, *unlabelled])
-    patients, divided = _patients(homes_of_classes, same)
-    if not (split and "test" in inner):
-        held = _held_out(train, patients, test_fraction)
-        test = {name: [file for file in files if file in held] for name, files in train.items()}
-        train = {name: [file for file in files if file not in held] for name, files in train.items()}
-    if split and "test" in inner and not any(test.values()):
-        raise DataError(f"{pictures.nothing_in(inner['test'])}; add some of each class")
-    for entry in (entry for base in bare if base.is_dir() for entry in pictures.list_folders(base)):
-        if not pictures.list_images(entry):
-            raise DataError(f"{pictures.nothing_in(entry)}; add some or remove the folder")
-    homes = {f: f.relative_to(base).parts[0] for base, fs in bare.items() for f in fs if f.parent != base}
-    return Files(
-        train, unlabelled, test, split and "test" in inner, [homes.get(file, "") for file in unlabelled],
-        patients, same, divided,
-    )  # fmt: skip
+    if not any(test.values()):
+        raise DataError(f"{pictures.nothing_in(place)}; add some of each class")
+    return test
 
 
 def load_folder(folder: Path, size: int | None, test_fraction: float, broken: str = "skip") -> Dataset:
@@ -223,6 +238,7 @@ def readable(files: Files, broken: decoding.Broken, policy: str) -> Files:
     return replace(
         files, train=train, test=test, unlabelled=[files.unlabelled[place] for place in places],
         homes=[files.homes[place] for place in places],
+        divided=[file for file in files.divided if file not in left_out],
     )  # fmt: skip
 
 
@@ -240,8 +256,8 @@ def doubts(folder: Path, files: Files) -> list[str]:
     ]
     if files.divided:
         lines.append(
-            f"{files.divided[0]} has so many copies that they cannot all be kept together, so some may be in "
-            "training and others in testing: remove the copies"
+            f"{files.divided[0]} has so many copies that they cannot all be kept together: one may be in "
+            "training and another one held out, so the accuracy may be too high; remove the copies"
         )
     lines += copies.warn_about(files.same, files.labelled, files.tested, files.unlabelled)
     return [line for line in lines if line]
@@ -258,7 +274,7 @@ def owners(files: Files) -> dict[str, Any]:
     return {"users": hands, "names": tuple(users), "loose": len(users.get(LOOSE, []))}
 
 
-def _patients(
+def _kept_together(
     homes: Sequence[tuple[Path, Path]], same: list[list[Path]]
 ) -> tuple[dict[Path, int], list[Path]]:
     """Returns a number for each labelled image, equal for images that must not be divided between training
@@ -266,39 +282,42 @@ def _patients(
     with the folder of its class, and `same` are groups of identical files. The dict is empty if no two images
     belong together.
 
-    If joining the files of such a group would put more than half of all images together, they are not joined.
-    The second result has one file of each of these groups.
+    The files of a group are not joined if more than half of a class would then belong together, and more than
+    before. The second result has one file of each of these groups.
     """
-    files, groups = [file for file, _ in homes], folds.subjects(homes)
-    own = set(files)
-    same = [copied for copied in ([f for f in each if f in own] for each in same) if len(copied) > 1]
-    if groups is None and not same:
+    class_of, patients = dict(homes), folds.subjects(homes)
+    same = [copied for copied in ([f for f in each if f in class_of] for each in same) if len(copied) > 1]
+    if patients is None and not same:
         return {}, []
-    numbers = dict(zip(files, range(len(files)) if groups is None else groups.tolist(), strict=True))
-    first_of, sizes, divided = {number: number for number in numbers.values()}, Counter(numbers.values()), []
+    numbers = dict(zip(class_of, range(len(homes)) if patients is None else patients.tolist(), strict=True))
+    members = {number: Counter[Path]() for number in numbers.values()}  # images of each class
+    for file, number in numbers.items():
+        members[number][class_of[file]] += 1
+    class_sizes, joined_to, divided = Counter(class_of.values()), {number: number for number in members}, []
 
-    def first(number: int) -> int:
-        while first_of[number] != number:
-            number = first_of[number]
+    def joined(number: int) -> int:
+        while joined_to[number] != number:
+            number = joined_to[number]
         return number
 
     for copied in sorted(same, key=len):
-        joined = {first(numbers[file]) for file in copied}
-        size = sum(sizes[number] for number in joined)
-        if size > len(files) / 2:
+        parts = {joined(numbers[file]) for file in copied}
+        whole = sum((members[number] for number in parts), Counter[Path]())
+        largest = {home: max(members[number][home] for number in parts) for home in whole}
+        if any(count > max(class_sizes[home] / 2, largest[home]) for home, count in whole.items()):
             divided.append(copied[0])
             continue
-        target = min(joined)
-        first_of |= dict.fromkeys(joined, target)
-        sizes[target] = size
-    together = {file: first(number) for file, number in numbers.items()}
-    return (together if groups is not None or len(divided) < len(same) else {}), divided
+        joined_to |= dict.fromkeys(parts, min(parts))
+        members[min(parts)] = whole
+    if patients is None and len(divided) == len(same):
+        return {}, divided
+    return {file: joined(number) for file, number in numbers.items()}, divided
 
 
-def _held_out(train: dict[str, list[Path]], patients: dict[Path, int], fraction: float) -> set[Path]:
+def _held_out(train: dict[str, list[Path]], together: dict[Path, int], fraction: float) -> set[Path]:
     """Returns the images that are held out for testing: about the part `fraction` of each class, but at least
-    one, and never all. Images of one patient stay together, so a class with images of one patient only may
-    have none. If `fraction` is 0, none is held out. The images are chosen by a hash of their file and folder
+    one, and never all. Images with the same number in `together` are not divided, so a class may have no test
+    image. If `fraction` is 0, none is held out. The images are chosen by a hash of their file and folder
     names, so they are the same in every run."""
     if not fraction:
         return set()
@@ -318,7 +337,7 @@ def _held_out(train: dict[str, list[Path]], patients: dict[Path, int], fraction:
     drawn = [draw(file) for file in everything]
     held = folds.hold_out(
         np.repeat(np.arange(len(train)), [len(files) for files in train.values()]),
-        np.array([patients.get(file, number) for number, file in enumerate(everything)]),
+        np.array([together.get(file, number) for number, file in enumerate(everything)]),
         np.array([max(round(len(files) * fraction), 1) for files in train.values()]),
         np.array(sorted(range(len(everything)), key=drawn.__getitem__)),
     )

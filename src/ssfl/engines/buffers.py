@@ -141,13 +141,15 @@ def make_buffers(
     *,
     learns: bool = True,
     received: bool = False,
+    join: bool = False,
 ) -> StepBuffers:
     """Returns new buffers for `models` trainers. `StepBuffers.load` must set their values before a step.
 
     `rows` are the models of a round's trainers, each as one vector. `work` has their images, learning rates
     and random keys. They determine all other dimensions of the buffers. `metrics` are the names of the
     metrics that are summed. If `learns` is false, the buffers are for prediction only and hold no optimizer
-    state. If `received` is true, they also keep the weights at the start of the round.
+    state. If `received` is true, they also keep the weights at the start of the round. If `join` is
+    true, weight vectors lie in common memory (`Joined`).
     """
 
     def empty(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -166,7 +168,7 @@ def make_buffers(
     kinds |= {"velocity": rows.dtype} if learns else {}
     kinds |= {"received": rows.dtype} if received else {}
     kinds |= {"narrow": pool.dtype} if rounded else {}
-    joined = _join(layout, rows, models, kinds) if _joins(rows) else None
+    joined = _join(layout, rows, models, kinds) if join else None
 
     def each(kind: str) -> Named:
         if kind not in kinds:
@@ -193,11 +195,6 @@ def make_buffers(
     )
 
 
-def _joins(rows: Tensor) -> bool:
-    """Returns whether weight vectors are joined. On a CPU, this would save nothing."""
-    return rows.is_cuda
-
-
 def _join(layout: Layout, rows: Tensor, models: int, kinds: dict[str, torch.dtype]) -> Joined | None:
     """Returns common memory for the weight vectors of `models` models, for buffers of these kinds and number
     types. Returns None if the network has fewer than two of them."""
@@ -205,14 +202,14 @@ def _join(layout: Layout, rows: Tensor, models: int, kinds: dict[str, torch.dtyp
     vectors = tuple(name for name, _, shape in trained if len(shape) == 1)
     if len(vectors) < 2:
         return None
-    owner, column, place, start, end = [], [], [], 0, 0
+    owners, columns, places, start, end = [], [], [], 0, 0
     spans: dict[str, slice] = {}
     for name, size, _ in trained:
         if name in vectors:
             values = torch.arange(models * size)
-            owner.append(values // size)
-            column.append(values % size + start)
-            place.append(values + end)
+            owners.append(values // size)
+            columns.append(values % size + start)
+            places.append(values + end)
             spans[name] = slice(end, end + len(values))
             end += -(-len(values) // APART) * APART
         start += size
@@ -221,8 +218,8 @@ def _join(layout: Layout, rows: Tensor, models: int, kinds: dict[str, torch.dtyp
         kind: {name: whole[span].view(models, -1) for name, span in spans.items()}
         for kind, whole in memory.items()
     }
-    one, two, three = (torch.cat(each).to(rows.device) for each in (owner, column, place))
-    return Joined(vectors, one, two, three, memory, parts)
+    owner, column, place = (torch.cat(each).to(rows.device) for each in (owners, columns, places))
+    return Joined(vectors, owner, column, place, memory, parts)
 
 
 def sgd(

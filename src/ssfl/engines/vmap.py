@@ -131,7 +131,16 @@ class Vmap:
         user = work.role == "user"
         names = (*METRICS, *self.method.metrics) if user else METRICS
         received = user and "received" in self.method.uses()
-        return make_buffers(self.layout, self.pool, models, rows, work, names, received=received)
+        return make_buffers(
+            self.layout,
+            self.pool,
+            models,
+            rows,
+            work,
+            names,
+            received=received,
+            join=self._updates_by_kernels,
+        )
 
     def predict(self, rows: Tensor, work: Work) -> Tensor:
         """Returns the class probabilities [n, T · B, classes] that n models predict in evaluation mode. The
@@ -267,9 +276,14 @@ class Vmap:
     def _step_on(self, buffers: StepBuffers, batch: Batch) -> None:
         step = self._step_of(buffers, batch)
         gradients, metrics = self.method.gradient(step, self._losses[buffers.work.role])
-        kernels = buffers.step.is_cuda and self.pool.dtype == torch.bfloat16 and convolution.usable()
-        update = sgd_by_kernels if kernels and not self.optimizer.clip else self._sgd
+        update = sgd_by_kernels if self._updates_by_kernels else self._sgd
         update(buffers, gradients, step.buffers, metrics, self.optimizer)
+
+    @property
+    def _updates_by_kernels(self) -> bool:
+        """Whether GPU kernels update the weights."""
+        on_gpu = self.pool.images.is_cuda and self.pool.dtype == torch.bfloat16
+        return on_gpu and not self.optimizer.clip and convolution.usable()
 
     def _step_of(self, buffers: StepBuffers, batch: Batch) -> Step:
         """Returns the `Step` that a method's functions get, for all trainers (users, or the server) together.
@@ -352,7 +366,9 @@ class Vmap:
         if trains:
             buffers = self._buffers(models, rows, work)
         else:
-            buffers = make_buffers(self.layout, self.pool, models, rows, work, learns=False)
+            buffers = make_buffers(
+                self.layout, self.pool, models, rows, work, learns=False, join=self._updates_by_kernels
+            )
             with torch.no_grad():
                 logits = self.networks[False](self.pool.normalised(self.pool.images[:1], self.pool.wide))
             probabilities = logits.new_empty(models, *work.batches.shape[1:], logits.shape[1])

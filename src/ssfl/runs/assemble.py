@@ -15,7 +15,7 @@ from ssfl.config.checks import check
 from ssfl.config.settings import Config, RunSettings
 from ssfl.core import outside
 from ssfl.core.rows import Layout, layout_of
-from ssfl.data import arrays, split
+from ssfl.data import arrays, folds, split
 from ssfl.data.arrays import Data
 from ssfl.data.dataset import Dataset
 from ssfl.data.hands import Hands, Index
@@ -206,7 +206,7 @@ def build(
         )
         wanted = round(train.server_held_out * len(server))
         if not len(held_out) or not len(kept_in):
-            grouped = "" if groups is None else ", because images of one patient stay together"
+            grouped = "" if groups is None else f", because {folds.GROUPS} are not divided"
             raise ConfigError(
                 f"train.server_held_out = {train.server_held_out} of {len(server)} labelled images leaves "
                 f"none to train on or none to evaluate on{grouped}: change it, or set it to 0",
@@ -217,7 +217,7 @@ def build(
         if groups is not None and abs(len(held_out) - wanted) > wanted / 3:
             warnings.warn(
                 f"train.server_held_out = {train.server_held_out}: {len(held_out)} of {len(server)} labelled "
-                f"images are held out instead of {wanted}, because images of one patient stay together",
+                f"images are held out instead of {wanted}, because {folds.GROUPS} are not divided",
                 SsflWarning,
                 stacklevel=2,
             )

@@ -192,7 +192,7 @@ def _label_counts(config: Config, dataset: Dataset) -> tuple[int, int | None]:
     elif labels is None:
         counts = torch.bincount(dataset.labels[dataset.labels >= 0], minlength=len(dataset.classes))
         smallest = int(counts.min() * (1 - config.data.validation))
-        if dataset.groups is not None:  # whole patients were set aside, maybe more than data.validation
+        if dataset.groups is not None:  # whole groups were set aside, maybe more than data.validation
             smallest = min(smallest, int(_labels_left(config, dataset, len(counts)).min()))
         labels = len(counts) * min(100, max(smallest // 2, 1))
         if bool((dataset.labels < 0).any()):  # the unlabelled images are for the users
@@ -294,7 +294,7 @@ def _labels_left(config: Config, dataset: Dataset, classes: int) -> torch.Tensor
 def set_aside(config: Config, dataset: Dataset) -> tuple[Index, Index]:
     """Returns the image numbers of the validation images, and those of all other training images. The
     validation images are those that the data name, or a random part (data.validation) that keeps images of
-    one patient together."""
+    one patient, and identical files, together."""
     if dataset.validation is None:
         labels, settings = dataset.labels.numpy(), config.split
         return split.hold_out(labels, config.data.validation, settings.seed, dataset.groups)
