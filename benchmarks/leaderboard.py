@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ssfl.contest.standings import difference
+from ssfl.contest import texts
+from ssfl.contest.standings import GUESSING, ZERO, difference
 from ssfl.models import backbones
 from ssfl.runs.provenance import ROOT
 
@@ -26,11 +27,16 @@ ACCURACY = ("method", "test accuracy, %", "points behind the first method (95 % 
             "collapsed runs", "images with a label or pseudo-label, %")  # fmt: skip
 WORK = ("method", "user images, million", "users' passes, million", "server images, million",
         "chosen settings", "files")  # fmt: skip
-INTRODUCTION = """# Leaderboard
+CLASSES = {"digits": 10, "cifar10": 10, "svhn": 10, "stl10": 10, "emnist": 47, "cifar10.npz": 10,
+           "cifar10-8000.npz": 10, "emnist47.npz": 47}  # fmt: skip
+"""The number of classes of data sets, by data.name or by the file's name. Older contest files do not have
+it."""
+INTRODUCTION = f"""# Leaderboard
 
-Each section of this page compares methods under one protocol, best first. The end of the page shows how to
-add your own method. The page is for readers who choose a method and for authors of methods.
-[Contest](contest.md) explains the protocol, and how each method's learning rate and threshold are chosen.
+Each section of this page compares methods under one protocol, best first. Methods with a diverged run
+come after all others, because their mean leaves this run out. The end of the page shows how to add your own
+method. The page is for readers who choose a method and for authors of methods. [Contest](contest.md) explains
+the protocol, and how each method's learning rate and threshold are chosen.
 
 Each section has two tables. The first has the accuracies, the second the amount of work and the settings.
 
@@ -42,8 +48,13 @@ Each section has two tables. The first has the accuracies, the second the amount
   over seeds. A seed sets the split, the initial weights and the random draws, the same for every method.
 - **The interval** is Student's t over the seeds. If it contains 0, these seeds cannot tell the method from
   the first one.
+- **A run has diverged** if its loss or an update was not finite. The mean of a method is only over its runs
+  that did not diverge. A line below the table names each method with a diverged run.
 - **A run has collapsed** if it ended more than ten points below its own best validation accuracy, or if
   training diverged.
+- **A run stayed near guessing** if its best validation accuracy is less than {GUESSING:g} points above that
+  of guessing, which is 100 % divided by the number of classes. Such a run learned almost nothing. The column
+  of collapsed runs does not show it, but a line below the table does.
 - **Images with a label or pseudo-label**: the part of the users' images that had one and was trained on, as a
   mean over the rounds and seeds. A dash means that it was not recorded, or that no user trained. If it is
   near 0, the contest says little about how the method uses unlabelled images.
@@ -187,11 +198,25 @@ def protocol(contest: dict[str, Any]) -> str:
 
 def _tables(contests: Sequence[tuple[str, dict[str, Any]]]) -> str:
     """Returns the two Markdown tables of one protocol, best method first. Methods with diverged seeds come
-    after all others."""
+    after all others. Lines between the tables explain this, and name methods that stayed near guessing."""
     rows = _merged([Row(one, (name,)) for name, contest in contests for one in contest["standings"]])
     rows.sort(key=lambda row: (row.standing["diverged"] > 0, -(row.standing["mean"] or 0.0)))
     accuracy = [_accuracy(row, None if row is rows[0] else rows[0]) for row in rows]
-    return f"{_markdown(ACCURACY, accuracy)}\n\n{_markdown(WORK, [_work(row) for row in rows])}"
+    notes = [f"- {line}.\n" for row in rows for line in _notes(row)]
+    first = f"{_markdown(ACCURACY, accuracy)}\n\n{''.join(notes)}"
+    return first + "\n" * bool(notes) + _markdown(WORK, [_work(row) for row in rows])
+
+
+def _notes(row: Row) -> list[str]:
+    """Returns the lines about a method's runs that diverged or stayed near guessing."""
+    one, name = row.standing, f"`{row.standing['method']}`"
+    seeds = len(one["runs"]) + one["diverged"]
+    data = one["config"]["data"]
+    classes = next((run["classes"] for run in one["runs"] if run.get("classes")), None)
+    classes = classes or CLASSES.get(data["name"] or Path(data["path"] or "").name)
+    return [
+        *texts.diverged(name, one["diverged"], seeds), *texts.guessed(name, one["runs"], seeds, classes)
+    ]  # fmt: skip
 
 
 def _merged(rows: Sequence[Row]) -> list[Row]:
@@ -242,7 +267,11 @@ def _between(first: Row, other: Row) -> str:
     if gap is None:
         return "no common seed"
     mean, half = gap
-    return f"{mean:.2f}" if half is None else f"{mean:.2f} ({mean - half:.2f} to {mean + half:.2f})"
+    return (
+        f"{mean:.2f}"
+        if half is None or half < ZERO
+        else f"{mean:.2f} ({mean - half:.2f} to {mean + half:.2f})"
+    )
 
 
 if __name__ == "__main__":

@@ -6,12 +6,16 @@ import signal
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
+from conftest import Call
 from ssfl.config.loading import load_config
 from ssfl.contest import play
 from ssfl.contest.protocol import common
-from ssfl.contest.standings import Standing, draw, table, write
+from ssfl.contest.standings import Standing, draw, gap, write
+from ssfl.contest.texts import choice, conclusion, table
 from ssfl.core.schedule import head_start
 from ssfl.errors import ConfigError, FolderInUse
 from ssfl.federation import State
@@ -110,8 +114,9 @@ def test_table_file_and_picture(tmp_path: Path) -> None:
     apart = [a - b for a, b in zip(found[0].accuracies, found[1].accuracies, strict=True)]
     mean, half = sum(apart) / 2, 12.7062 * abs(apart[0] - apart[1]) / 2  # Student's t of one degree
     assert f"| {mean:.2f} [{mean - half:.2f}, {mean + half:.2f}] " in told
-    below = "accuracy on 360 test images; the curves use 70 validation images"
-    assert told.splitlines()[4] == below
+    assert told.splitlines()[4:5] == conclusion(found)
+    assert told.splitlines()[5] == "accuracy on 360 test images; the curves use 70 validation images"
+    assert "correct" not in told  # a mean count is that of no run
     file = write(found, tmp_path, {"command": "ssfl contest"})
     whole = json.loads(file.read_text())
     assert [one["method"] for one in whole["standings"]] == [one.method for one in found]
@@ -120,10 +125,17 @@ def test_table_file_and_picture(tmp_path: Path) -> None:
     for one in whole["standings"]:
         assert one["config"]["method"]["name"] == one["method"]
         assert one["config"]["split"]["server_labels"] == 50  # resolved
-        assert all(run["versions"] and run["date"] for run in one["runs"])
+        assert all(run["versions"] and run["date"] and run["classes"] == 10 for run in one["runs"])
         assert str(tmp_path) not in json.dumps(one)
+    for one in found:
+        last = [run["last_validation"] for run in one.runs]
+        assert [accuracies[-1] for accuracies in one.seed_curves] == last
+        assert one.curve[-1][2] == pytest.approx(sum(last) / 2)
     for picture in draw(found, tmp_path):
         assert picture.stat().st_size > 5000
+    drawn = (tmp_path / "contest.svg").read_text()
+    assert "<!-- last validation accuracy, % -->" in drawn
+    assert f"<!-- {found[0].method}: {found[0].curve[-1][2]:.1f} -->" in drawn
     # the last round's accuracy is the one that counts
     for one in whole["standings"]:
         paths = [tmp_path / f"{one['method']}-seed{seed}" for seed in (1, 2)]
@@ -190,12 +202,187 @@ def test_a_run_of_a_method_that_has_changed_since_is_not_taken_for_this_contests
     assert (caught.value.key, caught.value.value) == ("method.threshold", 0.5)
 
 
-def test_who_broke_down_is_never_first() -> None:
-    def standing(name: str, accuracies: list[float], diverged: int) -> Standing:
-        return Standing(name, (), accuracies, diverged, 1, 1.0, 1)
+def standing(name: str, accuracies: list[float], diverged: int = 0, best: float = 90.0) -> Standing:
+    """Results with these accuracies in percent. The seeds are 1, 2, ..., and the last ones diverged."""
+    ran = [
+        {
+            "seed": seed, "accuracy": accuracy / 100, "test_images": 360, "validation_images": 70,
+            "classes": 10, "best_validation": best, "commit": "a", "mask_rate": 0.5,
+        }
+        for seed, accuracy in enumerate(accuracies, 1)
+    ]  # fmt: skip
+    return Standing(name, (), accuracies, diverged, 1, 1.0, 1, runs=ran)
 
-    found = [standing("lucky", [95.0], 2), standing("sound", [94.5, 94.4, 94.6], 0), standing("lost", [], 3)]
-    assert [one.method for one in play.ranked(found)] == ["sound", "lucky", "lost"]
+
+def test_who_broke_down_is_never_first() -> None:
+    found = [standing("lucky", [95.0], 2), standing("sound", [94.5, 94.4, 94.6]), standing("lost", [], 3)]
+    found = play.ranked(found)
+    assert [one.method for one in found] == ["sound", "lucky", "lost"]
+    told = table(found).splitlines()
+    assert (
+        "lucky: 2 of 3 runs diverged. Its mean is only over the run that did not diverge, so methods "
+        in (told[-2])
+    )
+    assert told[-1] == "lost: every run diverged, so it has no accuracy and comes last"
+
+
+def test_the_interval_of_several_seeds_is_over_the_seeds_and_counts_no_images() -> None:
+    """Student's t of two degrees of freedom is 4.303."""
+    one = standing("anchored", [95.3, 96.7, 89.7])
+    half = 4.30265 * one.deviation / 3**0.5 if one.deviation else 0
+    assert one.interval == pytest.approx((93.9 - half, 100))  # no accuracy is above 100 %
+    assert (one.interval_kind, one.correct) == ("student", None)
+    told = table([one])
+    assert f"| {93.9 - half:.1f} to 100.0 " in told
+    assert "of 360 " not in told
+    assert standing("a", [95.0], 2).interval is None  # one seed is left
+    assert standing("a", [95.0, 95.0, 95.0]).interval is None  # it would have no width
+
+
+def test_with_one_seed_the_interval_is_over_the_test_images(tmp_path: Path) -> None:
+    one = standing("anchored", [95.0])
+    assert one.interval == pytest.approx((92.24, 96.81), abs=0.01)
+    assert (one.interval_kind, one.correct) == ("wilson", 342)
+    assert "| 342 of 360 | 92.2 to 96.8 " in table([one])
+    (told,) = json.loads(write([one], tmp_path, {}).read_text())["standings"]
+    assert told["interval_kind"] == "wilson"
+    assert told["interval"] == pytest.approx(one.interval)
+
+
+@pytest.mark.parametrize(
+    ("others", "told"),
+    [
+        ([[80, 81, 82]], "On these 3 seeds, first is better than b."),
+        ([[80, 81, 82], [70, 71, 73]], "first is better than all others on these 3 seeds."),
+        (
+            [[89, 93, 91], [80, 81, 82]],
+            "On these 3 seeds, first is better than c; they do not tell b from first, the first.",
+        ),
+        ([[89, 93, 91], [88, 95, 89]], "These 3 seeds do not tell b and c from first, the first."),
+        ([[89, 91, 93]], "These 3 seeds do not tell b from first, the first."),  # always one: no interval
+        ([], None),
+    ],
+)
+def test_a_sentence_says_which_methods_the_seeds_can_tell_from_the_first(
+    others: list[list[float]], told: str | None
+) -> None:
+    found = [standing("first", [90, 92, 94]), *map(standing, "bcd", others)]
+    assert conclusion(found) == ([] if told is None else [told])
+    assert told is None or told in table(found).splitlines()
+
+
+def test_one_seed_tells_no_methods_apart() -> None:
+    found = [standing("first", [90]), standing("b", [80]), standing("c", [70])]
+    assert conclusion(found) == [
+        "This one seed does not tell b and c from first, the first: an interval needs at least two seeds."
+    ]
+
+
+def test_methods_can_be_compared_with_another_than_the_first(tmp_path: Path) -> None:
+    found = [standing("first", [90, 92, 94]), standing("b", [89, 93, 91]), standing("c", [80, 81, 82])]
+    sentence = "On these 3 seeds, c is worse than first and b."
+    assert conclusion(found, "c") == [sentence]
+    told = table(found, "c").splitlines()
+    assert "| behind c [95 % interval] " in told[0]
+    assert "| -11.00 [-13.48, -8.52] " in told[2]
+    assert sentence in told
+    whole = json.loads(write(found, tmp_path, {}, "c").read_text())
+    assert whole["against"] == "c"
+    assert [one["against_minus_this"] for one in whole["standings"]] == [
+        gap(found[0], found[2]), gap(found[1], found[2]), None
+    ]  # fmt: skip
+    assert whole["standings"][0]["first_minus_this"] is None
+    assert whole["standings"][2]["first_minus_this"][0] == pytest.approx(11)
+
+
+def test_a_method_to_compare_with_must_take_part(ssfl: Call) -> None:
+    code, _, err = ssfl("contest", "--methods", "anchored,semifl", "--against", "server-only")
+    assert code == 2
+    assert err == (
+        "ssfl: --against server-only: this method does not take part; use one of anchored, semifl, or add it "
+        "to --methods\n"
+    )
+
+
+def test_runs_that_stayed_near_guessing_are_named() -> None:
+    found = [standing("sound", [95.0] * 3), standing("lost", [10.0] * 3, best=12.0)]
+    assert [line for line in table(found).splitlines() if "guessing" in line] == [
+        "lost: 3 of 3 runs stayed near guessing. Their best validation accuracy is below 20 %; "
+        "guessing has 10 %"
+    ]
+
+
+def test_given_users_are_one_split_and_a_warning_is_told_once(ssfl: Call) -> None:
+    rng = np.random.default_rng(3)
+    for name, count in [("a", 20), ("b", 20), ("unlabelled/x", 9), ("unlabelled/y", 9)]:
+        (Path("mine") / name).mkdir(parents=True)
+        for number in range(count):
+            bright = 200 * (name == "a") + rng.integers(0, 50, (8, 8), np.uint8)
+            Image.fromarray(bright.astype(np.uint8)).save(Path("mine", name, f"{number}.png"))
+    sets = [word for one in [*SHORT, "run.threads=1"] for word in ("--set", one)]
+    contest = ["contest", "own", "--set", "data.path=mine", "--no-tune", "--quiet", *sets]
+    names = ["--methods", "alternate,server-only", "--set", "data.validation=0.2"]
+    code, out, err = ssfl(*contest, *names, "--seeds", "2")
+    assert code == 0, err
+    assert "All seeds have the same users' images, so the ± and the intervals leave out " in out
+    assert err.count("test images are few") == 1
+    assert "--folds" not in err
+    assert "All seeds" not in ssfl(*contest, *names, "--seeds", "1")[1]
+
+
+@pytest.mark.parametrize("words", [["--folds", "5"], ["--set", "run.folds=5"]])
+def test_a_contest_refuses_folds_and_says_why(ssfl: Call, words: list[str]) -> None:
+    code, out, err = ssfl("contest", *words)
+    assert (code, out) == (2, "")
+    assert "a contest compares methods on held-out test images, so it does not cross-validate" in err
+    assert len(err.splitlines()) == 1
+    assert "=VALUE" not in err
+
+
+def test_folds_of_a_config_are_refused_and_no_folds_are_not() -> None:
+    with pytest.raises(ConfigError) as caught:
+        entry("alternate", "run.folds=5")
+    assert (caught.value.key, caught.value.value, caught.value.fix) == ("run.folds", 5, "run.folds=0")
+    assert entry("alternate", "run.folds=0").config.run.folds == 0
+
+
+@pytest.mark.parametrize(
+    ("tries", "default", "told"),
+    [
+        (
+            [(0.95, "train.lr=0.03"), (0.9, "train.lr=0.01"), (-1, "train.lr=0.09")],
+            "",
+            "m: chose train.lr=0.03 (validation accuracy 95.0 % on 100 images; 0.01: 90.0 %, 0.09: diverged)",
+        ),
+        (
+            [(0.9, "train.lr=0.03"), (1.0, "train.lr=0.01"), (0.99, "train.lr=0.09")],
+            "",
+            "m: chose train.lr=0.01 (validation accuracy 100.0 % on 100 images; 0.03: 90.0 %, 0.09: 99.0 %); "
+            "0.01 is the smallest value that was tried; 0.09 is at most one image behind",
+        ),
+        (
+            [(0.9, "method.threshold=0.8"), (0.85, "method.threshold=0.95")],
+            "method.threshold=0.8",
+            "m: chose method.threshold=0.8, its default (validation accuracy 90.0 % on 100 images; 0.95: "
+            "85.0 %)",
+        ),
+        (
+            [(0.5, "train.lr=1 method.threshold=0.8"), (0.9, "train.lr=1 method.threshold=0.9")],
+            "",
+            "m: chose train.lr=1 method.threshold=0.9 (validation accuracy 90.0 % on 100 images; train.lr=1 "
+            "method.threshold=0.8: 50.0 %)",
+        ),
+        (
+            [(-1, "train.lr=3"), (-1, "train.lr=1")],
+            "",
+            "m: training diverged with every value that was tried; it uses train.lr=3",
+        ),
+    ],
+)
+def test_a_line_names_every_value_with_its_score(
+    tries: list[tuple[float, str]], default: str, told: str
+) -> None:
+    assert choice("m", [(score, tuple(words.split())) for score, words in tries], 100, default) == told
 
 
 def test_a_contest_says_which_methods_hardly_used_the_unlabelled_images(tmp_path: Path) -> None:
@@ -405,6 +592,11 @@ def test_methods_choose_their_learning_rate_and_threshold_in_half_of_the_rounds(
     rates = ["train.lr=0.03", "train.lr=0.01", "train.lr=0.09"]
     assert [list(one["options"]) for one in tries[:3]] == [[rate] for rate in rates]
     assert len(tries) == 4  # its own threshold is one of the two that all try
+    chose = [line for line in told if " chose " in line]
+    assert [line.partition("=")[0] for line in chose] == [
+        "alternate: chose train.lr", "alternate: chose method.threshold", "server-only: chose train.lr"
+    ]  # fmt: skip
+    assert all(" % on 70 images; " in line for line in chose)
     best = max(tries[:3], key=lambda one: one["validation_accuracy"])
     assert tries[3]["options"] == (*best["options"], "method.threshold=0.8")
     assert len(by_name["server-only"].tries) == 3

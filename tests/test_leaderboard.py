@@ -57,6 +57,31 @@ def test_files_of_one_protocol_share_a_table_and_are_compared_by_seed(tmp_path: 
     assert "torch 2.13.0" in page
 
 
+def test_the_page_says_why_a_method_with_a_diverged_run_comes_last(tmp_path: Path) -> None:
+    lucky = standing("semifl", [95, 96]) | {"diverged": 1}
+    page = leaderboard.page(written(tmp_path, one=contest(lucky, standing("anchored", [90, 92, 94]))))
+    rows = [line.split(" | ")[0] for line in page.splitlines() if line.startswith("| `")]
+    assert rows == 2 * ["| `anchored`", "| `semifl`"]
+    (line,) = (line for line in page.splitlines() if line.startswith("- `"))
+    assert line == (
+        "- `semifl`: 1 of 3 runs diverged. Its mean is only over the 2 other runs, so methods without "
+        "diverged runs come before it, whatever its mean is."
+    )
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_the_page_names_methods_with_runs_that_stayed_near_guessing(tmp_path: Path, recorded: bool) -> None:
+    """Older files do not have the number of classes."""
+    one, two = standing("flexmatch", [90, 10, 50]), standing("anchored", [90, 92, 94])
+    for run, best in zip((*one["runs"], *two["runs"]), (90, 19.9, 20.1, 92, 92, 92), strict=True):
+        run |= {"best_validation": best} | ({"classes": 10} if recorded else {})
+    page = leaderboard.page(written(tmp_path, one=contest(one, two)))
+    assert [line for line in page.splitlines() if line.startswith("- `")] == [
+        "- `flexmatch`: 1 of 3 runs stayed near guessing. Their best validation accuracy is below 20 %; "
+        "guessing has 10 %."
+    ]
+
+
 def test_a_method_with_equal_results_in_two_files_has_one_row(tmp_path: Path) -> None:
     files = written(
         tmp_path,

@@ -14,7 +14,7 @@ from ssfl.cli.options import Quiet
 
 
 class Equal(StrEnum):
-    """What is equal for all methods: the number of images that users train on, or the number of the users'
+    """What is equal for all methods: the number of images that users draw, or the number of the users'
     forward and backward passes."""
 
     images = "images"
@@ -50,10 +50,14 @@ def contest(
     equal: Annotated[
         Equal,
         typer.Option(
-            help="What all methods have in common: the number of user images that they train on (images), or "
+            help="What all methods have in common: the number of images that their users draw (images), or "
             "the number of forward-backward passes (passes)."
         ),
     ] = Equal.images,
+    against: Annotated[
+        str | None,
+        typer.Option(metavar="METHOD", help="The method to compare the others with. Default: the best."),
+    ] = None,
     sets: verbs.Sets = None,
     code: verbs.With = None,
     out: Annotated[
@@ -67,13 +71,20 @@ def contest(
     """
     from ssfl.config.loading import check_overrides
     from ssfl.core import outside
+    from ssfl.errors import ConfigError, DivergedError
 
     outside.supply(code or [])
     names = [name.strip() for group in methods for name in group.split(",")]
     check_overrides(f"method.name={name}" for name in names)  # before torch is imported
+    if against is not None and against not in names:
+        raise ConfigError(
+            f"--against {against}: this method does not take part; use one of {', '.join(names)}, or add it "
+            "to --methods",
+            key="--against",
+            value=against,
+        )
     from ssfl.contest import play as contests
-    from ssfl.contest import standings
-    from ssfl.errors import DivergedError
+    from ssfl.contest import standings, texts
     from ssfl.report.plots import pyplot
 
     def tell(line: str) -> None:
@@ -85,9 +96,9 @@ def contest(
         config, names, seeds, sets=sets or [], choose=choose or [], tune=tune and not choose,
         equal=equal.value, out=target, tell=tell, quiet=quiet,
     )  # fmt: skip
-    print(standings.table(ranking))
+    print(texts.table(ranking, against))
     origin = {"command": shlex.join(["ssfl", *sys.argv[1:]]), "tuned": tune and not choose}
-    standings.write(ranking, target, origin | {"equal": equal.value, "source": config})
+    standings.write(ranking, target, origin | {"equal": equal.value, "source": config}, against)
     pictures = ", ".join(file.name for file in standings.draw(ranking, target))
     print(f"wrote contest.json, {pictures} to {target}")
     if all(standing.mean is None for standing in ranking):

@@ -97,7 +97,7 @@ def explained(error: Any) -> str:
     what = what[:1].lower() + what[1:]
     if hasattr(error, "possibilities"):
         known = [one for parameter in context.command.params for one in parameter.opts] if context else []
-        what = f"there is no option {error.option_name}{_instead(error.option_name, known)}"
+        what = f"there is no option {error.option_name}{_instead(error.option_name, known, context)}"
     if context is None:
         return f"{what}; see `ssfl --help`"
     _, example = summary_and_example(context.command)
@@ -105,13 +105,17 @@ def explained(error: Any) -> str:
     return f"{what}; {written}see `{context.command_path} --help`"
 
 
-def _instead(option: str, known: Sequence[str]) -> str:
+def _instead(option: str, known: Sequence[str], context: Any) -> str:
     """Returns a suggestion for an unknown option, to be added to the error message; "" if nothing is similar.
-    `known` are the options of the command."""
+    `known` are the options of the command, and `context` is click's context, or None."""
     from ssfl.config.settings import SECTIONS
+    from ssfl.contest.refused import REFUSED
 
     key = option.lstrip("-").replace("-", "_")
     homes = [section for section, kind in SECTIONS.items() if key in {field.name for field in fields(kind)}]
+    refused = [REFUSED[f"{home}.{key}"] for home in homes if f"{home}.{key}" in REFUSED]
+    if refused and context is not None and context.command.name == "contest":
+        return f": {refused[0]}"
     if homes and "--set" in known:
         return f": write --set {homes[0]}.{key}=VALUE"
     if option == "--set":

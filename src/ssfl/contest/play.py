@@ -7,11 +7,14 @@ validation images, which are set aside before the split and never trained on. Te
 the last round, and never in runs that choose settings.
 """
 
+import hashlib
 import itertools
 import json
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,10 +24,11 @@ from ssfl.config import loading as configs
 from ssfl.config.settings import Config
 from ssfl.contest.protocol import CHOOSING, Entry, Rules, entry, passes, rates, thresholds
 from ssfl.contest.standings import Standing
+from ssfl.contest.texts import Try, choice
 from ssfl.core import plain_files
-from ssfl.errors import ConfigError, DivergedError, FolderInUse
+from ssfl.data.hands import Hands
+from ssfl.errors import ConfigError, DivergedError, FolderInUse, SsflWarning
 from ssfl.runs import display, folder, resolve, round_loop, same, train
-from ssfl.runs.text import percent
 
 COLLAPSE = 0.1
 """A run has collapsed if its last validation accuracy is more than this below its best. Accuracies are from 0
@@ -33,6 +37,38 @@ Tell = Callable[[str], None]
 __all__ = ["CHOOSING", "Entry", "Rules", "entry", "passes", "play", "ranked"]
 
 
+@dataclass(frozen=True)
+class Splits:
+    """What is known about the splits of a contest before anything is trained."""
+
+    config: Config
+    """The resolved config of the first run."""
+    validation: int
+    """How many validation images the first run has. If settings are chosen, it is a run that chooses them."""
+    shared: bool
+    """Whether the users' images are the same for all seeds of the contest, of which there are several."""
+
+
+@contextmanager
+def _each_warning_once() -> Iterator[None]:
+    """Shows each warning of ssfl only once, although every run of a contest gives it again."""
+    show, shown = warnings.showwarning, set[str]()
+
+    def show_new(message: Warning | str, category: type[Warning], *where: Any, **options: Any) -> None:
+        if issubclass(category, SsflWarning):
+            if str(message) in shown:
+                return
+            shown.add(str(message))
+        show(message, category, *where, **options)
+
+    warnings.showwarning = show_new
+    try:
+        yield
+    finally:
+        warnings.showwarning = show
+
+
+@_each_warning_once()
 def play(
     source: str,
     names: Sequence[str],
@@ -53,8 +89,8 @@ def play(
     With `tune`, every method first chooses its learning rate, and then its threshold if it has one, in runs
     of half the length. Instead, `choose` can list values of settings (KEY=A,B); each method then chooses from
     them in runs of full length. All choices are made on validation images. `equal` says what is the same for
-    all methods. It is "images" (how many images users train on) or "passes" (how many forward and backward
-    passes users make). `tell` prints a line of text. `quiet` hides the progress.
+    all methods. It is "images" (how many images users draw) or "passes" (how many forward and backward passes
+    users make). `tell` prints a line of text. `quiet` hides the progress.
     """
     rules = Rules(source, tuple(sets), out, equal)
     if tune and choose:
@@ -84,46 +120,49 @@ def play(
         playing += [rules.entry(method, CHOOSING, half=True) for method in wanted]
     for seed, tries in itertools.product(range(1, seeds + 1), wanted.values()):
         playing.append(rules.entry(tries[0].method, seed, tries[0].options))
-    first = _require_playable(playing)
-    _same_protocol(out, source, sets, first.model.name)
+    splits = _require_playable(playing)
+    _same_protocol(out, source, sets, splits.config.model.name)
     standings = []
     for method, tries in wanted.items():
         if tune:
-            scores = _tuned(rules, method, tell, quiet)
+            scores = _tuned(rules, method, splits.validation, tell, quiet)
         elif len(tries) > 1:
             scores = [(_validation(_played(entry, tell, quiet)), entry.options) for entry in tries]
+            tell(choice(method, scores, splits.validation))
         else:
             scores = []
         taken = tries[0].options
         if scores:
-            best, taken = max(scores, key=lambda score: score[0])
-            others = ", ".join(_percent(score) for score, options in scores if options != taken)
-            tell(
-                f"{method}: chose {' '.join(taken)}, with the best validation accuracy ({_percent(best)}; "
-                f"other values: {others})"
-            )
+            _, taken = max(scores, key=lambda score: score[0])
         entries = [rules.entry(method, seed, taken) for seed in range(1, seeds + 1)]
         standing = _standing(method, taken, [_played(entry, tell, quiet) for entry in entries])
         tried = [
             {"options": options, "validation_accuracy": None if score < 0 else score}
             for score, options in scores
         ]
-        standings.append(replace(standing, tries=tried))
+        standings.append(replace(standing, tries=tried, shared_split=splits.shared))
     return ranked(standings)
 
 
-def _tuned(rules: Rules, method: str, tell: Tell, quiet: bool) -> list[tuple[float, tuple[str, ...]]]:
+def _tuned(rules: Rules, method: str, images: int, tell: Tell, quiet: bool) -> list[Try]:
     """Tries several learning rates, then several thresholds with the best learning rate, in runs of half the
-    length. Returns the validation accuracy of each try (-1 if it diverged) with its settings."""
+    length, and tells after each of the two what was chosen. Returns all tries. `images` is the number of
+    validation images."""
     config = rules.entry(method, CHOOSING, half=True).config
 
-    def scored(options: tuple[str, ...]) -> tuple[float, tuple[str, ...]]:
+    def scored(options: tuple[str, ...]) -> Try:
         entry = rules.entry(method, CHOOSING, options, half=True)
         return _validation(_played(entry, tell, quiet)), options
 
     scores = [scored((rate,)) for rate in rates(config)]
-    _, best = max(scores, key=lambda score: score[0])
-    return scores + [scored((*best, threshold)) for threshold in thresholds(config)]
+    tell(choice(method, scores, images))
+    highest, best = max(scores, key=lambda score: score[0])
+    tried = [scored((*best, threshold)) for threshold in thresholds(config)]
+    if tried:
+        default = f"method.threshold={vars(config.method)['threshold']:g}"
+        alone = [(highest, (default,)), *((score, options[-1:]) for score, options in tried)]
+        tell(choice(method, alone, images, default))
+    return scores + tried
 
 
 def ranked(standings: Sequence[Standing]) -> list[Standing]:
@@ -140,11 +179,6 @@ def _tries(rules: Rules, method: str, grid: Sequence[list[str]]) -> list[Entry]:
     keys = [values[0].partition("=")[0] for values in grid]
     mine = [v for key, v in zip(keys, grid, strict=True) if not key.startswith("method.") or key in settings]
     return [rules.entry(method, CHOOSING, tuple(options)) for options in itertools.product(*mine)]
-
-
-def _percent(score: float) -> str:
-    """Returns a validation accuracy as text, or "diverged" if it is negative."""
-    return "diverged" if score < 0 else percent(score)
 
 
 def _values(choice: str) -> list[str]:
@@ -167,11 +201,11 @@ def _values(choice: str) -> list[str]:
     return list(dict.fromkeys(f"{key}={value.strip()}" for value in values.split(",")))
 
 
-def _require_playable(entries: Sequence[Entry]) -> Config:
-    """Checks before anything is trained that every run is possible with the data; raises if one is not.
-    Returns the resolved config of the first run."""
+def _require_playable(entries: Sequence[Entry]) -> Splits:
+    """Checks before anything is trained that every run is possible with the data; raises if one is not."""
     data = resolve.load_data(entries[0].config)
-    resolved, dealt = [], set()
+    resolved, dealt, counts = [], set(), list[int]()
+    users: dict[int, str] = {}  # a hash of the users' images, by seed
     for candidate in entries:
         where = f"{candidate.method} cannot run under this protocol"
         try:
@@ -181,7 +215,7 @@ def _require_playable(entries: Sequence[Entry]) -> Config:
                 continue
             dealt.add(config.split)
             where = f"the split of seed {candidate.config.run.seed}"
-            held = resolve.make_parts(config, data)[1]
+            parts, held = resolve.make_parts(config, data)
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}", key=error.key, value=error.value, fix=error.fix) from error
         if not len(held):
@@ -191,7 +225,13 @@ def _require_playable(entries: Sequence[Entry]) -> Config:
                 key="data.validation",
                 value=candidate.config.data.validation,
             )
-    return resolved[0]
+        counts.append(len(held))
+        hands = Hands.of(parts.users)
+        owned = hashlib.sha256(hands.flat.tobytes() + hands.edges.tobytes()).hexdigest()
+        users.setdefault(config.run.seed, owned)
+    users.pop(CHOOSING, None)
+    shared = len(users) > 1 and (data.users is not None or len(set(users.values())) == 1)
+    return Splits(resolved[0], counts[0], shared)
 
 
 def _same_protocol(out: Path, source: str, sets: Sequence[str], network: str | None) -> None:
@@ -275,10 +315,14 @@ def _validation(path: Path | None) -> float:
     return float(summary["validation_accuracy"]) if summary else -1.0
 
 
-def _images(path: Path) -> dict[str, int]:
-    """Returns how many validation and test images a run has, from its split.json."""
+def _counts(path: Path) -> dict[str, int]:
+    """Returns how many validation images, test images and classes a run has, from its split.json."""
     split = plain_files.parse_json(plain_files.read(path / "split.json"))
-    return {"validation_images": split["validation"], "test_images": split["test"]}
+    return {
+        "validation_images": split["validation"],
+        "test_images": split["test"],
+        "classes": len(split["classes"]),
+    }
 
 
 def _mask_rate(path: Path) -> float | None:
@@ -301,7 +345,7 @@ def _standing(method: str, options: tuple[str, ...], played: list[Path | None]) 
         run_facts.append(
             {key: summary[key] for key in ("accuracy", "seconds", "device", "commit", "versions")}
         )
-        run_facts[-1] |= {"seed": config.run.seed, "date": summary.get("date"), **_images(path)}
+        run_facts[-1] |= {"seed": config.run.seed, "date": summary.get("date"), **_counts(path)}
         run_facts[-1]["mask_rate"] = _mask_rate(path)
         rounds, resolved = summary["rounds"], resolved or _portable(config)
         curve, cost = _curve(path, config)
@@ -313,6 +357,7 @@ def _standing(method: str, options: tuple[str, ...], played: list[Path | None]) 
         curves.append(curve)
     common = set.intersection(*(set(curve) for curve in curves)) if curves else set()
     means = [_mean([curve[round] for curve in curves]) for round in sorted(common)]
+    seed_curves = [[curve[round][2] for round in sorted(common)] for curve in curves]
     images, megabytes, server, work = _mean(spent) if spent else (0.0, 0.0, 0.0, 0.0)
     return Standing(
         method,
@@ -329,6 +374,7 @@ def _standing(method: str, options: tuple[str, ...], played: list[Path | None]) 
         passes=round(work),
         collapsed=collapsed,
         config=resolved,
+        seed_curves=seed_curves,
     )
 
 
@@ -344,7 +390,7 @@ def _curve(path: Path, config: Config) -> tuple[dict[int, tuple[float, ...]], tu
     """Returns a run's learning curve and its total cost.
 
     The curve has three numbers for each round with an evaluation. The first is how many images users have
-    trained on so far. The second is how many megabytes users have sent and received so far. The third is the
+    drawn so far. The second is how many megabytes users have sent and received so far. The third is the
     validation accuracy in percent. The cost has four numbers for the whole run. The first two are these
     images and megabytes. The other two are how many images the server trained on, and how many forward and
     backward passes users made.

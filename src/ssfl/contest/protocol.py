@@ -15,6 +15,7 @@ from typing import Any
 from ssfl import methods
 from ssfl.config import loading as configs
 from ssfl.config.settings import Config
+from ssfl.contest.refused import REFUSED
 from ssfl.core.schedule import head_start
 from ssfl.errors import ConfigError
 from ssfl.runs import resolve
@@ -53,8 +54,8 @@ class Rules:
     sets: tuple[str, ...]
     out: Path
     equal: str = "images"
-    """What is equal for all methods: the number of images that users train on ("images"), or the number of
-    their forward and backward passes ("passes")."""
+    """What is equal for all methods: the number of images that users draw ("images"), or the number of their
+    forward and backward passes ("passes")."""
 
     def entry(self, method: str, seed: int, options: tuple[str, ...] = (), *, half: bool = False) -> Entry:
         """Returns the run of this method with this seed and these settings. With `half`, the run has half the
@@ -88,17 +89,22 @@ def entry(
     methods.check_name(method)
     for override in sets:
         key, _, value = (part.strip() for part in override.partition("="))
-        if key == "run.seed":
-            why = "the seeds of a contest are 1, 2, ...; set their number with --seeds"
-        elif key.startswith("method."):
+        if key.startswith("method."):
             why = "every method has its own settings; use --choose to try values"
-        elif key == "run.test":
-            why = "a contest uses test images only in the last round; leave this setting out"
+        elif key in REFUSED and key != "run.folds":  # see below; 0 folds are allowed
+            why = REFUSED[key]
         else:
             continue
         raise ConfigError(f"--set {override}: {why}", key=key, value=value)
     shared = configs.read(source, sets)
     base = configs.unchecked(shared)  # the method in the config is not used
+    if base.run.folds:
+        raise ConfigError(
+            f"run.folds = {base.run.folds}: {REFUSED['run.folds']}",
+            key="run.folds",
+            value=base.run.folds,
+            fix="run.folds=0",
+        )
     shared["method"] = {"name": method}
     shared.setdefault("data", {})["validation"] = base.data.validation or VALIDATION
     when = "never" if seed == CHOOSING else "last"

@@ -1,4 +1,4 @@
-"""The results of a contest, as a table, a JSON file and a picture."""
+"""The results of a contest, as a JSON file and a picture. `texts.py` has the table."""
 
 import json
 import statistics
@@ -10,11 +10,13 @@ from typing import Any
 
 from ssfl.core.statistics import wilson
 from ssfl.runs import folder as runs
-from ssfl.runs import provenance, text
+from ssfl.runs import provenance
 
-FEW = 0.01
-"""If users have pseudo-labels for a smaller fraction of their images, a contest says little about how a
-method uses unlabelled images."""
+GUESSING = 10.0
+"""A run stayed near guessing if its best validation accuracy is less than this many percentage points above
+that of guessing, which is 100 divided by the number of classes."""
+ZERO = 1e-9
+"""Accuracies that differ by less than this, in percentage points, differ only by rounding."""
 ROOM = 12.0
 """How far, in percentage points, the picture extends below the accuracy of the median method."""
 
@@ -30,14 +32,14 @@ class Standing:
     diverged: int
     """How many seeds diverged."""
     images: int
-    """How many images the users trained on in one run; an image counts in every step that uses it. With
+    """How many images the users drew for training in one run; an image counts each time it is drawn. With
     `--equal images` it is the same for every method that trains users."""
     megabytes: float
     """Megabytes that users sent and received in one run."""
     rounds: int
     curve: list[tuple[float, ...]] = field(default_factory=list)
-    """The learning curve. Each point has three numbers. The first is how many images users have trained on so
-    far. The second is how many megabytes users have sent and received so far. The third is the validation
+    """The learning curve. Each point has three numbers. The first is how many images users have drawn so far.
+    The second is how many megabytes users have sent and received so far. The third is the validation
     accuracy in percent. All three are means over the seeds that did not diverge."""
     runs: list[dict[str, Any]] = field(default_factory=list)
     """For each run that did not diverge: its seed, test accuracy (from 0 to 1), seconds, device, commit and
@@ -58,6 +60,16 @@ class Standing:
     """How many runs collapsed: they ended far below their own best validation accuracy."""
     config: dict[str, Any] = field(default_factory=dict)
     """The resolved config of the first run that did not diverge, without paths of this machine."""
+    seed_curves: list[list[float]] = field(default_factory=list)
+    """For each seed that did not diverge, the validation accuracy in percent at each point of `curve`."""
+    shared_split: bool = False
+    """Whether all seeds have the same users' images, for example because the data name the images of each
+    user."""
+
+    @property
+    def seeds(self) -> int:
+        """How many seeds were run, including those that diverged."""
+        return len(self.accuracies) + self.diverged
 
     @property
     def mean(self) -> float | None:
@@ -78,25 +90,42 @@ class Standing:
         return counts.pop() if len(counts) == 1 else None
 
     @property
+    def interval_kind(self) -> str | None:
+        """How `interval` is computed: "student" with several seeds, "wilson" with one. None if there is no
+        interval."""
+        if self.interval is None:
+            return None
+        return "student" if self.seeds > 1 else "wilson"
+
+    @property
     def interval(self) -> tuple[float, float] | None:
-        """The 95 % interval of the mean accuracy in percent. It reflects only the limited number of test
-        images, not the differences between seeds. None if the mean or the number of test images is None."""
+        """The 95 % interval of the accuracy in percent, within 0 and 100.
+
+        With several seeds, it is Student's t interval of the mean over the seeds. With one seed, it is
+        Wilson's interval, which reflects only the limited number of test images. None if the number of seeds
+        that did not diverge, or of test images, is too small or unknown. Also None if all seeds have the same
+        accuracy, because Student's interval would have no width.
+        """
+        from scipy.stats import t
+
+        if self.seeds > 1:
+            if self.mean is None or self.deviation is None or self.deviation < ZERO:
+                return None
+            error = self.deviation / len(self.accuracies) ** 0.5
+            half = float(t.ppf(0.975, len(self.accuracies) - 1)) * error
+            return max(self.mean - half, 0.0), min(self.mean + half, 100.0)
         if self.mean is None or not self.images_tested:
             return None
         low, high = wilson(self.mean / 100 * self.images_tested, self.images_tested)
         return 100 * low, 100 * high
 
     @property
-    def correct(self) -> tuple[str, str]:
-        """Two texts for a table. The first is the mean number of correctly classified test images, such as
-        "912.3 of 1,000". The second is `interval`, such as "89.3 to 92.8". Both are "–" if unknown."""
-        if self.mean is None or self.interval is None or self.images_tested is None:
-            return "–", "–"
-        low, high = self.interval
-        return (
-            f"{self.mean / 100 * self.images_tested:.4g} of {self.images_tested:,}",
-            f"{low:.1f} to {high:.1f}",
-        )
+    def correct(self) -> int | None:
+        """How many test images the only run classifies correctly. None with several seeds, because the mean
+        count is that of no run."""
+        if self.seeds > 1 or self.mean is None or not self.images_tested:
+            return None
+        return round(self.mean / 100 * self.images_tested)
 
     @property
     def deviation(self) -> float | None:
@@ -105,58 +134,24 @@ class Standing:
         return statistics.stdev(self.accuracies) if len(self.accuracies) > 1 else None
 
 
-def table(standings: Sequence[Standing]) -> str:
-    """Returns the results as a table for the terminal, one line per method, with accuracies and costs."""
-    head = ["method", "test accuracy, %", "correct", "95 % interval", "behind the first [95 % interval]",
-            "seeds", "collapsed", "rounds", "user images, million", "passes, million", "server images, "
-            "million",
-            "sent, MB", "chosen"]  # fmt: skip
-    rows = [head]
-    for standing in standings:
-        mean, deviation = standing.mean, standing.deviation
-        accuracy = "diverged" if mean is None else f"{mean:.2f}"
-        accuracy += "" if deviation is None else f" ± {deviation:.2f}"
-        accuracy += f" ({standing.diverged} diverged)" if standing.diverged and mean is not None else ""
-        millions = [
-            f"{number / 1e6:.3g}" for number in (standing.images, standing.passes, standing.server_images)
-        ]
-        seeds, lost = len(standing.accuracies) + standing.diverged, standing.collapsed + standing.diverged
-        chosen = " ".join(standing.options) or "–"
-        name = standing.method + " *" * bool(standing.flag)
-        behind = _behind(standing, standings[0])
-        rows.append([name, accuracy, *standing.correct, behind, str(seeds), str(lost), str(standing.rounds),
-                     *millions, f"{standing.megabytes:.4g}", chosen])  # fmt: skip
-    commits = {str(run["commit"]) for standing in standings for run in standing.runs}
-    note = (
-        f"\nthe runs were made with {len(commits)} different commits of ssfl; contest.json lists them"
-        if len(commits) > 1
-        else ""
-    )
-    flagged = [f"\n* {standing.method}: {standing.flag}" for standing in standings if standing.flag]
-    hardly_used = [
-        f"\n{standing.method}: its users made pseudo-labels for only {100 * standing.mask_rate:.2g} % of "
-        "their images, so this contest says little about how it uses unlabelled images"
-        for standing in standings
-        if standing.mask_rate is not None and standing.mask_rate < FEW
-    ]
-    return text.table(rows) + _images(standings) + note + "".join([*hardly_used, *flagged])
+def near_guessing(runs: Sequence[dict[str, Any]], classes: int) -> int:
+    """Returns how many of these runs stayed near guessing (see `GUESSING`). Runs of older contests whose best
+    validation accuracy is unknown do not count."""
+    best = [run["best_validation"] for run in runs if run.get("best_validation") is not None]
+    return sum(accuracy < 100 / classes + GUESSING for accuracy in best)
 
 
-def _images(standings: Sequence[Standing]) -> str:
-    """Returns a line that says how many test and validation images were used; "" if no run has finished."""
-    for run in (run for one in standings for run in one.runs):
-        return (
-            f"\naccuracy on {run['test_images']:,} test images; the curves use "
-            f"{run['validation_images']:,} validation images"
-        )
-    return ""
+def reference(standings: Sequence[Standing], against: str | None) -> Standing:
+    """Returns the results of the method to which the others are compared: `against`, or the first method if
+    it is None."""
+    return next((one for one in standings if one.method == against), standings[0])
 
 
-def _behind(standing: Standing, first: Standing) -> str:
-    """Returns as text how many percentage points a method is behind the first (best) method, with the 95 %
-    interval over the seeds. The interval is left out if only one seed is common to both methods. Returns "–"
-    for the first method itself, or if no seed is common."""
-    interval = _interval(standing, first)
+def behind(standing: Standing, first: Standing) -> str:
+    """Returns as text how many percentage points a method is behind `first`, with the 95 % interval over the
+    seeds. The interval is left out if there is none (see `gap`). Returns "–" for the method `first` itself,
+    or if no seed is common."""
+    interval = gap(standing, first)
     if interval is None:
         return "–"
     mean, low, high = interval
@@ -177,10 +172,10 @@ def difference(ours: dict[int, float], theirs: dict[int, float]) -> tuple[float,
     return statistics.mean(apart), None if half is None else float(half)
 
 
-def _interval(standing: Standing, first: Standing) -> list[float | None] | None:
-    """Returns how many percentage points the first (best) method is better than this one, as [mean, low,
-    high]. Low and high are the ends of the 95 % interval, or None for a single seed. Returns None for the
-    first method itself, or if no seed is common to both methods.
+def gap(standing: Standing, first: Standing) -> list[float | None] | None:
+    """Returns how many percentage points the method `first` is better than this one, as [mean, low, high].
+    Low and high are the ends of the 95 % interval. They are None for a single seed, and if all seeds have the
+    same difference. Returns None for the method `first` itself, or if no seed is common to both methods.
 
     Differences are taken seed by seed, since both methods have the same split for the same seed.
     """
@@ -189,21 +184,24 @@ def _interval(standing: Standing, first: Standing) -> list[float | None] | None:
     if apart is None or standing is first:
         return None
     mean, half = apart
-    return [mean, None, None] if half is None else [mean, mean - half, mean + half]
+    return [mean, None, None] if half is None or half < ZERO else [mean, mean - half, mean + half]
 
 
-def write(standings: Sequence[Standing], out: Path, origin: dict[str, Any]) -> Path:
+def write(
+    standings: Sequence[Standing], out: Path, origin: dict[str, Any], against: str | None = None
+) -> Path:
     """Writes contest.json with all results, and returns its path. `origin` says how they were made, such as
-    the command."""
+    the command. `against` is the method to which the others are compared; None means the first."""
+    compared = reference(standings, against)
     entries = [
         {
-            "method": one.method, "mean": one.mean, "interval": one.interval, "deviation": one.deviation,
-            "accuracies": one.accuracies,
+            "method": one.method, "mean": one.mean, "interval": one.interval,
+            "interval_kind": one.interval_kind, "deviation": one.deviation, "accuracies": one.accuracies,
             "diverged": one.diverged, "options": one.options, "rounds": one.rounds, "images": one.images,
             "server_images": one.server_images, "megabytes": one.megabytes, "runs": one.runs,
-            "tries": one.tries, "validation_curve": one.curve, "flag": one.flag or None,
-            "passes": one.passes, "collapsed": one.collapsed, "config": one.config,
-            "first_minus_this": _interval(one, standings[0]),
+            "tries": one.tries, "validation_curve": one.curve, "shared_split": one.shared_split,
+            "flag": one.flag or None, "passes": one.passes, "collapsed": one.collapsed, "config": one.config,
+            "first_minus_this": gap(one, standings[0]), "against_minus_this": gap(one, compared),
         }
         for one in standings
     ]  # fmt: skip
@@ -212,6 +210,7 @@ def write(standings: Sequence[Standing], out: Path, origin: dict[str, Any]) -> P
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": provenance.commit(),
         "versions": runs.versions(),
+        "against": compared.method,
     }
     runs.write_atomic(file, (json.dumps(origin | known | {"standings": entries}, indent=1) + "\n").encode())
     return file
@@ -219,8 +218,9 @@ def write(standings: Sequence[Standing], out: Path, origin: dict[str, Any]) -> P
 
 def draw(standings: Sequence[Standing], out: Path) -> list[Path]:
     """Draws two plots of the validation accuracy, with one curve per method. One is against the number of
-    images that users trained on, the other against the megabytes that users sent and received. Returns the
-    paths of the PNG and SVG files."""
+    images that users drew for training, the other against the megabytes that users sent and received. With
+    several seeds, a curve is their mean, and thin lines show the seeds. Returns the paths of the PNG and SVG
+    files."""
     from ssfl.report import plots
 
     plt = plots.pyplot()
@@ -228,28 +228,44 @@ def draw(standings: Sequence[Standing], out: Path) -> list[Path]:
     for number, standing in enumerate(standings):
         style = {"linestyle": plots.STYLES[number % len(plots.STYLES)], "marker": "osD^vP*X"[number % 8]}
         for axis, cost, unit in zip(axes, (0, 1), (1e6, 1.0), strict=True):
-            points = [(point[cost] / unit, point[2]) for point in standing.curve]
-            if points and points[-1][0]:
-                every = 0.2 if len(points) > 8 else 1
-                label = f"{standing.method}: {points[-1][1]:.1f}"
-                axis.plot(*zip(*points, strict=True), label=label, markevery=every, markersize=4, **style)
-            elif points:  # no user takes part: its final accuracy is a horizontal line
-                label = f"{standing.method}: {points[-1][1]:.1f} (final)"
-                axis.axhline(points[-1][1], label=label, color="0.4", linestyle=":")
+            _draw_curve(axis, standing, cost, unit, style)
     ends = [standing.curve[-1][2] for standing in standings if standing.curve]
+    tops = [accuracies[-1] for standing in standings for accuracies in standing.seed_curves]
     if ends:  # a collapsed method would leave no room for the others
         lowest = max(0.0, statistics.median(ends) - ROOM)
-        axes[0].set_ylim(bottom=lowest, top=min(100.0, max(ends) + ROOM / 5))
-    judged = [f" of {run['validation_images']:,} images" for standing in standings for run in standing.runs]
+        axes[0].set_ylim(bottom=lowest, top=min(100.0, max([*ends, *tops]) + ROOM / 5))
+    judged = [f" on {run['validation_images']:,} images" for standing in standings for run in standing.runs]
     axes[0].set(xlabel="user images, million", ylabel=f"validation accuracy{''.join(judged[:1])}, %")
     axes[1].set(xlabel="megabytes sent and received")
     for axis in axes:
         axis.grid(alpha=0.3)
         axis.locator_params(axis="x", nbins=6)  # more would overlap if the numbers are long
     if ends:
-        axes[0].legend(fontsize=8)
+        several = max(standing.seeds for standing in standings) > 1
+        title = "last validation accuracy, %" + "\n(mean; thin lines: seeds)" * several
+        axes[0].legend(fontsize=8, title=title, title_fontsize=8)
     files = [out / "contest.png", out / "contest.svg"]
     for file in files:
         figure.savefig(file, dpi=150)
     plt.close(figure)
     return files
+
+
+def _draw_curve(axis: Any, standing: Standing, cost: int, unit: float, style: dict[str, Any]) -> None:
+    """Draws the learning curve of a method, with a thin line for each seed. `cost` is the place of the cost
+    in a point of the curve, and `unit` its unit. If no user takes part, the last accuracy is drawn as a
+    horizontal line."""
+    if not standing.curve:
+        return
+    costs = [point[cost] / unit for point in standing.curve]
+    accuracies = [point[2] for point in standing.curve]
+    label, thin = f"{standing.method}: {accuracies[-1]:.1f}", {"linewidth": 0.8, "alpha": 0.5}
+    if costs[-1]:
+        every = 0.2 if len(costs) > 8 else 1
+        (line,) = axis.plot(costs, accuracies, label=label, markevery=every, markersize=4, **style)
+        for each in standing.seed_curves:
+            axis.plot(costs, each, color=line.get_color(), linestyle=line.get_linestyle(), **thin)
+    else:
+        axis.axhline(accuracies[-1], label=label, color="0.4", linestyle=":")
+        for each in standing.seed_curves:
+            axis.axhline(each[-1], color="0.4", linestyle=":", **thin)

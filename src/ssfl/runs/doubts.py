@@ -145,7 +145,9 @@ def _few(config: Config, dataset: Dataset) -> list[str]:
     if not 0 < count < FEW or config.run.test == "never":
         return []
     low, high = wilson(0.8 * count, count)
-    hint = "" if config.run.folds else "; --folds 5 tests every labelled image"
+    # with "last", as in a contest, runs are compared on held-out test images
+    hint = "; add test images" if config.run.test == "last" else "; --folds 5 tests every labelled image"
+    hint = "" if config.run.folds else hint
     if config.run.engine == "sites":  # real sites do not train once more for each fold
         hint = "; `ssfl run FOLDER --folds 5` on the labelled images tests every one of them"
     return [
