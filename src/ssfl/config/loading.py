@@ -57,7 +57,8 @@ OUTSIDE = ("data.name", "model.name", "method.name")
 _SECTIONS_HINT = f": use one of {', '.join(NAMES)}"
 __all__ = [
     "CONFIGS", "PROJECT", "RENAMED", "Config", "apply", "as_dict", "check_early", "check_overrides",
-    "from_dict", "is_image_folder", "load_config", "presets", "read", "to_toml", "unchecked", "with_method",
+    "checked_method", "from_dict", "is_image_folder", "load_config", "presets", "read", "to_toml",
+    "unchecked", "with_method",
 ]  # fmt: skip
 
 
@@ -199,7 +200,7 @@ def unchecked(
     else:
         if method is None:
             method = _section("method", methods.find(name), method_settings)
-        method = methods.require(method)
+        method = checked_method(method)
     defaults = {} if resolved else type(method).defaults
     typed = {
         section: _section(section, kind, {**defaults.get(section, {}), **rest[section]})
@@ -209,11 +210,28 @@ def unchecked(
     return Config(method=method, **typed, explicit=None if resolved else explicit)
 
 
+def checked_method(method: Any) -> "Method":
+    """Returns a method object whose settings have the types that its class declares: a whole number becomes a
+    float, for example. Raises for a setting that is not allowed, and for mistakes in the class."""
+    known = methods.require(method)
+    values = {name: getattr(known, name) for name in limits_of(type(known))}
+    for name, value in values.items():
+        if type(value).__module__ == "numpy" and not getattr(value, "shape", (0,)):
+            values[name] = value.item()  # a number of numpy's
+    typed = _section("method", type(known), values)
+    changed = {
+        name: getattr(typed, name)
+        for name in values
+        if repr(getattr(typed, name)) != repr(getattr(known, name))
+    }
+    return dataclasses.replace(known, **changed) if changed else known
+
+
 def with_method(config: Config, method: "Method") -> Config:
     """Returns the config with another method. Settings that have defaults of the old method get the defaults
     of the new one, as if the config had been loaded with it. Settings that were set explicitly, or changed
     since the config was loaded, keep their values."""
-    methods.require(method)
+    method = checked_method(method)
     if config.explicit is None:
         return dataclasses.replace(config, method=method)
     old, new, changed = type(config.method).defaults, type(method).defaults, dict[str, Any]()

@@ -50,12 +50,15 @@ def _labels(config: Config, dataset: Dataset, parts: split.Parts) -> list[str]:
     missing = [name for name, count in zip(dataset.classes, counts, strict=True) if not count]
     if not missing or labels_elsewhere:
         return []
+    way = "raise split.server_labels"
+    if dataset.server is not None:
+        way = "add an image of each class to server= of ssfl.Data"
     if not len(parts.server):
-        return ["there are no labelled images, so the model cannot learn; raise split.server_labels"]
+        return [f"there are no labelled images, so the model cannot learn; {way}"]
     named = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
     return [
         f"the server has no labelled image of {len(missing)} of {len(counts)} classes ({named}), so the "
-        "model cannot learn them; raise split.server_labels"
+        f"model cannot learn them; {way}"
     ]
 
 

@@ -152,6 +152,11 @@ def evaluate(run: str | Path, folder: str | Path, *, model: Factory | str | None
     Files are read exactly as `predict` reads them. Files that cannot be read are left out, and the field
     `broken` of the result lists them. Raises if no file can be read.
     """
+    if not isinstance(folder, str | Path):
+        raise DataError(
+            f"folder is of type {type(folder).__name__}: pass the path of a folder that has a sub-folder for "
+            "each class; for arrays, use ssfl.predict(run, images)"
+        )
     classifier = load_model(run, model)
     label_of = dict(labelled_files(Path(folder), classifier.classes))
     broken: list[str] = []
