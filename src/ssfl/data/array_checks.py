@@ -253,8 +253,8 @@ def group_numbers(groups: Array, count: int) -> Index:
     array = _array(groups, "groups")
     if array.shape != (count,):
         raise ConfigError(
-            f"groups is an array of shape {list(array.shape)}, but there are {count} images: pass the group's "
-            "name or number for each of them",
+            f"groups is an array of shape {list(array.shape)}, but there are {count} images: pass the "
+            "group's name or number for each of them",
             key="groups",
             value=list(array.shape),
         )
