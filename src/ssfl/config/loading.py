@@ -9,7 +9,7 @@ import dataclasses
 import json
 import tomllib
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING
 from pathlib import Path
 from shlex import quote
@@ -63,15 +63,20 @@ __all__ = [
 
 
 def load_config(
-    source: str | Path | None = None, overrides: Iterable[str] = (), method: "Method | None" = None
+    source: str | Path | None = None,
+    overrides: Iterable[str] | Mapping[str, Any] = (),
+    method: "Method | None" = None,
 ) -> Config:
-    """Returns the checked config from `source`, after applying overrides of the form `section.key=value`. The
-    source is the name of a preset, a TOML file, or a folder with ssfl.toml or with images.
+    """Returns the checked config from `source`, after applying overrides: texts `section.key=value`, or a
+    dict {"section.key": value}. The source is the name of a preset, a TOML file, or a folder with ssfl.toml
+    or with images.
 
     If `source` is None, the preset `quickstart` is used. But if an override sets data.path or data.name, the
     preset `own` is used, because the settings of `quickstart` suit only its own data set, digits. A `method`
     object replaces the section [method].
     """
+    if isinstance(overrides, Mapping):
+        overrides = [f"{key}={_as_text(key, value)}" for key, value in overrides.items()]
     return from_dict(read(source, overrides), method=method)
 
 
@@ -451,6 +456,19 @@ def _allows(section: str, field: str, value: Any) -> bool:
     except ConfigError:
         return False
     return True
+
+
+def _as_text(key: str, value: Any) -> str:
+    """Returns a value of a dict of overrides as TOML. Raises if a config cannot hold the value."""
+    value = str(value) if isinstance(value, Path) else tuple(value) if isinstance(value, list) else value
+    if not isinstance(value, str | bool | int | float | tuple):
+        raise ConfigError(
+            f"{key} = {value!r}: a config holds numbers, texts, true or false, and lists of these; leave a "
+            "setting out to use its default",
+            key=str(key),
+            value=value,
+        )
+    return _toml(value)
 
 
 def _word(value: Any) -> str:

@@ -1,8 +1,6 @@
 """Warns about settings that are allowed but probably unintended, and about choices that the user should
 know."""
 
-import warnings
-
 import numpy as np
 import torch
 
@@ -11,7 +9,7 @@ from ssfl.core.statistics import FEW, wilson
 from ssfl.data import split
 from ssfl.data.dataset import Dataset
 from ssfl.data.hands import Index
-from ssfl.errors import SsflWarning
+from ssfl.errors import warn_user
 from ssfl.models import networks
 from ssfl.runs.text import loose, untested
 
@@ -26,7 +24,7 @@ def warn(as_written: Config, config: Config, dataset: Dataset, parts: split.Part
     missing = untested(dataset.classes, counts) if sum(counts) else []  # with folds there are no test images
     lines += _few(config, dataset)
     for line in (*lines, *(f"{line}; add test images" for line in missing)):
-        warnings.warn(line, SsflWarning, stacklevel=3)
+        warn_user(line)
 
 
 def _network(as_written: Config, config: Config, dataset: Dataset) -> list[str]:

@@ -19,7 +19,7 @@ from ssfl.data import formats, gentle, sources
 from ssfl.data.array_checks import image_tensor
 from ssfl.data.dataset import WHITE
 from ssfl.data.formats import LARGEST
-from ssfl.errors import DataError, RunError, SsflWarning, with_class
+from ssfl.errors import DataError, RunError, warn_user, with_class
 from ssfl.models import backbones, external, networks
 from ssfl.runs import folder, resuming, surroundings
 from ssfl.simulate import scoring
@@ -167,11 +167,9 @@ def load_model(run: str | Path, model: external.Factory | str | None = None) -> 
             raise RunError(f"{path} has no model yet: finish it with `{resuming.command(config, path)}`")
     tensors, card = folder.read_model(file)
     if path.is_dir() and file.name == folder.UNFINISHED:
-        warnings.warn(
+        warn_user(
             f"{path} is not finished: its model after round {card.get('round')} of "
-            f"{config.federation.rounds} is used; `{resuming.command(config, path)}` continues the run",
-            SsflWarning,
-            stacklevel=2,
+            f"{config.federation.rounds} is used; `{resuming.command(config, path)}` continues the run"
         )
     try:
         check_card(card, tensors)
