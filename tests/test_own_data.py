@@ -18,7 +18,7 @@ import ssfl as library  # where the fixture of that name is the command
 from conftest import Call
 from ssfl.config.loading import Config
 from ssfl.core import outside
-from ssfl.data import augment
+from ssfl.data import augment, inventory
 from ssfl.errors import ConfigError, RunError, SsflWarning
 from ssfl.runs import assemble
 
@@ -480,6 +480,8 @@ def test_images_of_one_group_are_held_out_together(short: Quick) -> None:
     assert sim.plan.judges is not None
     judges = set(patients[sim.plan.judges.numpy()].tolist())
     assert not judges & set(patients[sim.plan.server.images.numpy()].tolist())
+    alone = ssfl.Data(X[:400], labels, *TEST)
+    assert inventory.fingerprint(given.dataset) != inventory.fingerprint(alone.dataset)
     with pytest.raises(ConfigError, match="groups is an array"):
         data(groups=[1, 2, 3])
 
