@@ -37,7 +37,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         files.append(File.generated(config, name, content=text))
     texts = [file.content_string for file in files.documentation_pages()]
     for target in sorted({found for text in texts for found, _ in OUTSIDE.findall(text)}):
-        if (ROOT / target).is_file():  # a missing one stays, and the link is warned of
+        # a missing one stays, and the link is warned of
+        if target not in BESIDE.values() and (ROOT / target).is_file():
             copy = File.generated(config, _copied(target), abs_src_path=str(ROOT / target))
             files.append(copy)
     return files
@@ -47,6 +48,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     """Point links that leave docs/ at the copies."""
 
     def pointed(found: re.Match[str]) -> str:
+        for page_name, source in BESIDE.items():
+            if source == found[1]:
+                return f"]({page_name}{found[2] or ''})"
         copied = _copied(found[1])
         return f"]({copied})" if files.get_file_from_path(copied) else found[0]
 

@@ -347,3 +347,21 @@ def test_configs_that_are_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(tmp_path / "no.toml")
     assert caught.value.value == str(tmp_path / "no.toml")
+
+
+def test_overrides_may_be_a_dict(tmp_path: Path) -> None:
+    """Values are those of Python, so a text that looks like a number stays a text."""
+    texts = ["federation.rounds=5", "train.lr=0.1", "data.flip=true", "run.engine=vmap", "data.path=a b/7"]
+    values = {
+        "federation.rounds": 5,
+        "train.lr": 0.1,
+        "data.flip": True,
+        "run.engine": "vmap",
+        "data.path": "a b/7",
+    }
+    assert load_config("own", values) == load_config("own", texts)
+    assert load_config("own", {"data.path": Path("7")}).data.path == "7"
+    with pytest.raises(ConfigError, match=r"train\.lr"):
+        load_config("own", {"data.path": "x", "train.lr": None})
+    with pytest.raises(ConfigError, match=r"train\.lr"):
+        load_config("own", {"data.path": "x", "train.lr": "fast"})

@@ -272,12 +272,12 @@ def test_the_engines_evaluate_images_without_augmentation(
     monkeypatch.setattr(scoring, "at_once", lambda shape: 10)
     for sim in both(quick("model.norm=batch")):
         row, places = warmed(sim, 1).average, torch.arange(5, 42)
-        found = sim.by_engine(row, places)
+        found = sim.engine_probabilities(row, places)
         write_row(sim.model, sim.layout, row)
         expected = scoring.logits(sim.model, sim.pool, sim.pool.images[places]).softmax(1)
         assert torch.allclose(found, expected, atol=1e-6)
         labels = sim.pool.labels[places]
-        ours = scoring.of_logits(found.log(), labels, 10)
+        ours = scoring.score_of_logits(found.log(), labels, 10)
         theirs = scoring.score(sim.model, sim.pool, sim.pool.images[places], labels, 10)
         assert ours.accuracy == theirs.accuracy
         assert ours.per_class == theirs.per_class

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from sklearn.datasets import load_digits
 from sklearn.metrics import balanced_accuracy_score
@@ -51,6 +52,30 @@ def test_the_numbers_are_those_of_predict(trained: Path, held: Path) -> None:
     wrong = [answer.confidence for answer in judged.mistakes]
     assert wrong == sorted(wrong, reverse=True)
     assert len(wrong) == judged.count - judged.correct > 0
+
+
+def test_the_public_functions_take_a_path_paths_or_an_array(
+    trained: Path, held: Path, tmp_path: Path
+) -> None:
+    files = sorted(held.rglob("*.png"))[:20]
+    expected = predict(trained, files)
+    one = library.predict(trained, str(files[0]))
+    assert one == library.predict(trained, files[0]) == library.predict(trained, iter(files[:1]))
+    assert one[0]["class"] == expected[0]["class"]
+    assert one[0]["confidence"] == pytest.approx(expected[0]["confidence"], abs=1e-5)
+    assert len(library.predict(trained, str(held / "0"))) == len(list((held / "0").iterdir()))
+    pixels = np.stack([X[int(file.stem)] for file in files])
+    for images in (pixels, torch.from_numpy(pixels), pixels / np.float32(255)):
+        found = library.predict(trained, images)
+        assert [row["image"] for row in found] == list(range(20))
+        assert [row["class"] for row in found] == [row["class"] for row in expected]
+    larger = np.kron(pixels, np.ones((2, 2), np.uint8))
+    assert len(library.predict(trained, larger)) == 20  # resized
+    refusal(lambda: library.predict(trained, np.zeros((2, 8, 8, 3), np.uint8)), "images", "1x8x8", "3x8x8")
+    refusal(lambda: library.evaluate(trained, pixels), "folder", "ssfl.predict")  # type: ignore[arg-type]
+    assert library.evaluate(trained, str(held)).count == len(list(held.rglob("*.png")))
+    exported = library.export(trained, str(tmp_path / "model"))
+    assert library.predict(exported[0], files) == expected
 
 
 def test_the_command_prints_json_and_a_contact_sheet(ssfl: Call, trained: Path, held: Path) -> None:

@@ -225,8 +225,12 @@ def test_names_are_those_of_the_module_and_load_into_it(quick: Make, tmp_path: P
     assert not plain.load_state_dict(tensors, strict=False).unexpected_keys
     model = ssfl.load_model(result.path, model=frozen_trunk)
     assert model(torch.zeros(3, 1, 8, 8)).shape == (3, 10)
-    with pytest.raises(RunError, match=r"ssfl.load_model\('.*run', model=make\)"):
-        ssfl.load_model(result.path)
+    image = np.zeros((1, 8, 8), np.uint8)
+    assert ssfl.predict(result.path, image, model=frozen_trunk)[0]["class"] in model.classes
+    for refused in (ssfl.load_model, lambda path: ssfl.predict(path, image)):
+        with pytest.raises(RunError, match="model=make") as caught:
+            refused(result.path)
+        assert "model.name=FILE.py:make" in str(caught.value)
     with pytest.raises(RunError) as caught:
         ssfl.load_model(result.path, model=Attentive)
     assert caught.value.key == "model.name"

@@ -18,7 +18,7 @@ import ssfl as library  # where the fixture of that name is the command
 from conftest import Call
 from ssfl.config.loading import Config
 from ssfl.core import outside
-from ssfl.data import augment
+from ssfl.data import augment, inventory
 from ssfl.errors import ConfigError, RunError, SsflWarning
 from ssfl.runs import assemble
 
@@ -447,3 +447,46 @@ def test_the_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     result = example.main(tmp_path / "run", rounds=2)
     assert json.loads((tmp_path / "run/split.json").read_text())["sizes"] == [100] * 13
     assert result.accuracy > 0.2
+
+
+def test_owners_can_be_named_image_by_image(short: Quick) -> None:
+    sites: list[str | None] = [None] * 400
+    for site, numbers in zip("abc", USERS, strict=True):
+        for number in numbers:
+            sites[number] = site
+    expected = data(users=dict(zip("abc", USERS, strict=True))).dataset
+    for users in (sites, np.array(sites, object)):
+        found = data(users=users).dataset
+        assert found.names == expected.names == ("a", "b", "c")
+        assert [u.tolist() for u in found.users or ()] == [u.tolist() for u in expected.users or ()]
+    numbered = data(server=None, users=np.repeat([4, 7], 200)).dataset
+    assert numbered.names == ("4", "7")
+    with pytest.raises(ConfigError, match="users has 399 names"):
+        data(users=sites[1:])
+
+
+def test_images_of_one_group_are_held_out_together(short: Quick) -> None:
+    """Also if some images without a label lie between the labelled ones."""
+    patients = np.arange(400) // 4
+    labels = Y[:400].copy()
+    labels[100:120] = -1
+    given = ssfl.Data(X[:400], labels, *TEST, groups=[f"patient {number}" for number in patients])
+    config = short("data.validation=0.2", "split.server_labels=100", "train.server_held_out=0.3")
+    sim = assemble.make(config, data=given)
+    rest = np.concatenate([sim.parts.server, *sim.parts.users])
+    assert not set(patients[sim.validation]) & set(patients[rest])
+    assert 50 <= len(sim.validation) <= 100
+    assert (labels[sim.validation] >= 0).all()
+    assert sim.plan.judges is not None
+    judges = set(patients[sim.plan.judges.numpy()].tolist())
+    assert not judges & set(patients[sim.plan.server.images.numpy()].tolist())
+    alone = ssfl.Data(X[:400], labels, *TEST)
+    assert inventory.fingerprint(given.dataset) != inventory.fingerprint(alone.dataset)
+    with pytest.raises(ConfigError, match="groups is an array"):
+        data(groups=[1, 2, 3])
+
+
+def test_a_class_that_the_server_has_not_is_named_with_its_remedy(quick: Quick) -> None:
+    some = np.flatnonzero(Y[:60] != 3)
+    with pytest.warns(SsflWarning, match="server= of ssfl.Data"):
+        assemble.make(quick(), data=data(server=some))

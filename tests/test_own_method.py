@@ -314,3 +314,21 @@ def test_arguments_of_a_wrong_type_are_one_line(quick: Callable[..., Config]) ->
         with pytest.raises(ConfigError, match="dict"):
             start({"split": {"users": 20}}, out="run")
     assert not Path("run").exists()
+
+
+def test_the_settings_of_a_method_object_are_checked(tmp_path: Path) -> None:
+    """As if they had been written into the config: their limits hold, and a whole number becomes a float."""
+    anchored: Any = find("anchored")
+    for wrong in (3.0, "high", None):
+        with pytest.raises(ConfigError, match=r"method\.threshold"):
+            load_config("quickstart", SHORT, method=anchored(threshold=wrong))
+        with pytest.raises(ConfigError, match=r"method\.threshold"):
+            public.run(load_config("quickstart", SHORT), tmp_path / "run", method=anchored(threshold=wrong))
+    assert not (tmp_path / "run").exists()
+    for right in (1, np.float64(1), 1.0):
+        config = load_config("quickstart", SHORT, method=anchored(threshold=right))
+        assert type(config.method.threshold) is float  # type: ignore[attr-defined]
+    path = public.run(load_config("quickstart", SHORT), tmp_path / "run", method=anchored(threshold=1)).path
+    assert folder.read_config(path).method == anchored(threshold=1.0)
+    method = anchored(threshold=0.7)
+    assert load_config("quickstart", SHORT, method=method).method is method

@@ -2,6 +2,10 @@
 code."""
 
 import signal
+import sys
+import traceback
+import warnings
+from pathlib import Path
 from typing import Any
 
 from ssfl.signals import exit_code
@@ -79,3 +83,13 @@ class DivergedError(SsflError):
     """Training diverged: a loss or an update is not finite."""
 
     exit_code = 3
+
+
+def warn_user(message: str) -> None:
+    """Warns of something that does not stop a run. The warning names the line outside this package that
+    called it."""
+    package, caller = str(Path(__file__).parent), 2
+    for level, (frame, _) in enumerate(traceback.walk_stack(sys._getframe(1)), 2):
+        if frame.f_code.co_filename.startswith(package):
+            caller = level + 1
+    warnings.warn(message, SsflWarning, stacklevel=caller)

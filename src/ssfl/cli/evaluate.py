@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ssfl.cli.options import Json, RunFolder
+from ssfl.cli.options import Json, Model
 from ssfl.cli.verbs import With
 from ssfl.runs.text import printable
 
@@ -23,7 +23,7 @@ MOST_CLASSES = 20
 
 
 def evaluate(
-    run: RunFolder,
+    run: Model,
     folder: Annotated[
         Path, typer.Argument(metavar="FOLDER", help="Labelled images: one sub-folder for each class.")
     ],

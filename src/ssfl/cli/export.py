@@ -5,13 +5,13 @@ from typing import Annotated
 
 import typer
 
-from ssfl.cli.options import RunFolder
+from ssfl.cli.options import Model
 from ssfl.cli.verbs import With
 from ssfl.runs.text import printable
 
 
 def export(
-    run: RunFolder,
+    run: Model,
     file: Annotated[Path, typer.Argument(help="The name of the files to write, without an ending.")],
     code: With = None,
 ) -> None:

@@ -22,3 +22,11 @@ LINE = 4000
 RunFolder = Annotated[
     Path, typer.Argument(metavar="RUN", help="A run folder.", autocompletion=verbs.complete_run)
 ]
+Model = Annotated[
+    Path,
+    typer.Argument(
+        metavar="RUN",
+        help="A run folder, or a .safetensors file that `ssfl export` wrote.",
+        autocompletion=verbs.complete_run,
+    ),
+]

@@ -6,14 +6,14 @@ from typing import Annotated
 
 import typer
 
-from ssfl.cli.options import Json, RunFolder
+from ssfl.cli.options import Json, Model
 from ssfl.cli.verbs import With
 from ssfl.errors import DataError
 from ssfl.runs.text import printable
 
 
 def predict(
-    run: RunFolder,
+    run: Model,
     images: Annotated[list[Path], typer.Argument(help="Image files, or folders of them.")],
     code: With = None,
     json_only: Json = False,

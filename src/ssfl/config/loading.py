@@ -9,7 +9,7 @@ import dataclasses
 import json
 import tomllib
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING
 from pathlib import Path
 from shlex import quote
@@ -57,20 +57,26 @@ OUTSIDE = ("data.name", "model.name", "method.name")
 _SECTIONS_HINT = f": use one of {', '.join(NAMES)}"
 __all__ = [
     "CONFIGS", "PROJECT", "RENAMED", "Config", "apply", "as_dict", "check_early", "check_overrides",
-    "from_dict", "is_image_folder", "load_config", "presets", "read", "to_toml", "unchecked", "with_method",
+    "checked_method", "from_dict", "is_image_folder", "load_config", "presets", "read", "to_toml",
+    "unchecked", "with_method",
 ]  # fmt: skip
 
 
 def load_config(
-    source: str | Path | None = None, overrides: Iterable[str] = (), method: "Method | None" = None
+    source: str | Path | None = None,
+    overrides: Iterable[str] | Mapping[str, Any] = (),
+    method: "Method | None" = None,
 ) -> Config:
-    """Returns the checked config from `source`, after applying overrides of the form `section.key=value`. The
-    source is the name of a preset, a TOML file, or a folder with ssfl.toml or with images.
+    """Returns the checked config from `source`, after applying overrides: texts `section.key=value`, or a
+    dict {"section.key": value}. The source is the name of a preset, a TOML file, or a folder with ssfl.toml
+    or with images.
 
     If `source` is None, the preset `quickstart` is used. But if an override sets data.path or data.name, the
     preset `own` is used, because the settings of `quickstart` suit only its own data set, digits. A `method`
     object replaces the section [method].
     """
+    if isinstance(overrides, Mapping):
+        overrides = [f"{key}={_as_text(key, value)}" for key, value in overrides.items()]
     return from_dict(read(source, overrides), method=method)
 
 
@@ -199,7 +205,7 @@ def unchecked(
     else:
         if method is None:
             method = _section("method", methods.find(name), method_settings)
-        method = methods.require(method)
+        method = checked_method(method)
     defaults = {} if resolved else type(method).defaults
     typed = {
         section: _section(section, kind, {**defaults.get(section, {}), **rest[section]})
@@ -209,11 +215,28 @@ def unchecked(
     return Config(method=method, **typed, explicit=None if resolved else explicit)
 
 
+def checked_method(method: Any) -> "Method":
+    """Returns a method object whose settings have the types that its class declares: a whole number becomes a
+    float, for example. Raises for a setting that is not allowed, and for mistakes in the class."""
+    known = methods.require(method)
+    values = {name: getattr(known, name) for name in limits_of(type(known))}
+    for name, value in values.items():
+        if type(value).__module__ == "numpy" and not getattr(value, "shape", (0,)):
+            values[name] = value.item()  # a number of numpy's
+    typed = _section("method", type(known), values)
+    changed = {
+        name: getattr(typed, name)
+        for name in values
+        if repr(getattr(typed, name)) != repr(getattr(known, name))
+    }
+    return dataclasses.replace(known, **changed) if changed else known
+
+
 def with_method(config: Config, method: "Method") -> Config:
     """Returns the config with another method. Settings that have defaults of the old method get the defaults
     of the new one, as if the config had been loaded with it. Settings that were set explicitly, or changed
     since the config was loaded, keep their values."""
-    methods.require(method)
+    method = checked_method(method)
     if config.explicit is None:
         return dataclasses.replace(config, method=method)
     old, new, changed = type(config.method).defaults, type(method).defaults, dict[str, Any]()
@@ -433,6 +456,19 @@ def _allows(section: str, field: str, value: Any) -> bool:
     except ConfigError:
         return False
     return True
+
+
+def _as_text(key: str, value: Any) -> str:
+    """Returns a value of a dict of overrides as TOML. Raises if a config cannot hold the value."""
+    value = str(value) if isinstance(value, Path) else tuple(value) if isinstance(value, list) else value
+    if not isinstance(value, str | bool | int | float | tuple):
+        raise ConfigError(
+            f"{key} = {value!r}: a config holds numbers, texts, true or false, and lists of these; leave a "
+            "setting out to use its default",
+            key=str(key),
+            value=value,
+        )
+    return _toml(value)
 
 
 def _word(value: Any) -> str:

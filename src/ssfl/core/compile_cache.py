@@ -18,7 +18,6 @@ import shutil
 import stat
 import sys
 import tempfile
-import warnings
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -29,7 +28,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ssfl.core import cache, plain_files
-from ssfl.errors import SsflError, SsflWarning
+from ssfl.errors import SsflError, warn_user
 
 VARIABLES = {"inductor": "TORCHINDUCTOR_CACHE_DIR", "triton": "TRITON_CACHE_DIR"}
 """The two parts of the cache, torch's Inductor and Triton, each with the environment variable that names its
@@ -116,7 +115,7 @@ def use() -> None:
         _make_private()
         os.utime(folder())  # records the time of use, for `cache.trim`
     except OSError as error:
-        warnings.warn(f"{_not_stored(error)}, else the next run compiles again", SsflWarning, stacklevel=2)
+        warn_user(f"{_not_stored(error)}, else the next run compiles again")
         return
     _chosen.update(places)
     os.environ.update({VARIABLES[part]: place for part, place in places.items()})

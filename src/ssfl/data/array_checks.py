@@ -223,6 +223,45 @@ def image_numbers(values: Array, count: int, what: str) -> Index:
     return np.sort(array.astype(np.int64))
 
 
+def by_owner(
+    users: Sequence[Array] | Mapping[str, Array] | Array, count: int
+) -> Sequence[Array] | Mapping[str, Array]:
+    """Returns the image numbers of each user. If `users` has the owner's name for each of all `count` images,
+    these are the numbers by name; None is no owner. Otherwise `users` is returned unchanged."""
+    if isinstance(users, Mapping):
+        return users
+    values = users.tolist() if isinstance(users, np.ndarray | Tensor) else list(users)
+    if not values or not all(value is None or isinstance(value, str | int | np.generic) for value in values):
+        return users
+    if len(values) != count:
+        raise ConfigError(
+            f"users has {len(values)} names or numbers, but there are {count} images: pass the owner of each "
+            "image (None for no owner), or a list with the image numbers of each user",
+            key="users",
+            value=len(values),
+        )
+    owned: dict[str, list[int]] = {}
+    for number, value in enumerate(values):
+        if value is not None:
+            owned.setdefault(str(value), []).append(number)
+    return owned
+
+
+def group_numbers(groups: Array, count: int) -> Index:
+    """Returns a number for each of `count` images, equal for images of the same group. `groups` has a name or
+    number for each image."""
+    array = _array(groups, "groups")
+    if array.shape != (count,):
+        raise ConfigError(
+            f"groups is an array of shape {list(array.shape)}, but there are {count} images: pass the "
+            "group's name or number for each of them",
+            key="groups",
+            value=list(array.shape),
+        )
+    numbers: dict[object, int] = {}
+    return np.array([numbers.setdefault(name, len(numbers)) for name in array.tolist()], np.int64)
+
+
 def user_images(users: Sequence[Array] | Mapping[str, Array], count: int) -> Hands:
     """Returns which images each user owns. For each user, `users` has image numbers or a boolean mask over
     all `count` images."""

@@ -15,9 +15,11 @@ from ssfl.data import augment, formats
 from ssfl.data.array_checks import (
     Array,
     as_config_error,
+    by_owner,
     class_names,
     class_numbers,
     coded_labels,
+    group_numbers,
     image_numbers,
     image_tensor,
     per_channel,
@@ -48,10 +50,16 @@ class Data:
     `unlabelled` has further images without labels, which are numbered after `images`.
 
     `server` is an array of image numbers: the server's labelled images. `users` is a list of such arrays, or
-    a dict of them by user name. No two owners may share an image. If you leave out `server` or `users`, the
+    a dict of them by user name. It may also be a list or array with the name of the owner of each image, such
+    as its site or patient; None marks an image without an owner. No two owners may share an image. If you
+    leave out `server` or `users`, the
     settings in [split] choose the images of the server or of the users. If you pass `users`, images without
     an owner are not used. `validation` is an array of image numbers, or a pair (images, labels). `mean` and
     `std` of each channel are measured unless you pass them.
+
+    `groups` has a name or number for each of the `images`, equal for images that belong together, such as
+    those of one patient. If the settings hold out images (data.validation, run.folds,
+    train.server_held_out), images of one group stay together.
 
     `weak` and `strong` are augmentations: functions (uint8 images [N, C, H, W], draws [N, 16]) -> uint8
     images of the same shape. All their randomness must come from the draws: `ssfl.augment.uniform(draws[:,
@@ -68,7 +76,7 @@ class Data:
         *,
         classes: Sequence[str] | None = None,
         server: Array | None = None,
-        users: Sequence[Array] | Mapping[str, Array] | None = None,
+        users: Sequence[Array] | Mapping[str, Array] | Array | None = None,
         unlabelled: Array | None = None,
         mean: Sequence[float] | None = None,
         std: Sequence[float] | None = None,
@@ -76,6 +84,7 @@ class Data:
         weak: Augment | None = None,
         strong: Augment | None = None,
         validation: Array | tuple[Array, Array] | None = None,
+        groups: Array | None = None,
     ) -> None:
         parts = {"images": image_tensor(images, "images")}
         codes, test_codes, names = class_numbers(labels, test_labels, classes)
@@ -106,6 +115,7 @@ class Data:
                 value=-1,
             )
         own_server = None if server is None else image_numbers(server, numbered, "server")
+        users = None if users is None else by_owner(users, numbered)
         own_users = None if users is None else user_images(users, numbered)
         named_users = tuple(map(str, users)) if isinstance(users, Mapping) else ()
         require_one_owner(own_server, own_users, validation_index, named_users)
@@ -124,6 +134,7 @@ class Data:
             per_channel(mean, channels, "mean") or measured[0],
             per_channel(std, channels, "std") or measured[1], flips,
             server=own_server, users=own_users, names=named_users, validation=validation_index,
+            groups=None if groups is None else group_numbers(groups, len(codes)),
             weak=_view(weak) or augment.WEAK, strong=_view(strong) or augment.STRONG,
         )  # fmt: skip
         with as_config_error("data"):

@@ -40,7 +40,7 @@ class Dataset:
     users: Hands | None = None  # each user's images, if the data name them
     names: tuple[str, ...] = ()  # the names of those users
     loose: int = 0  # images beside the users' folders; they belong to the last user
-    groups: Index | None = None  # for each labelled image; equal for one patient or identical files
+    groups: Index | None = None  # for each image up to the last labelled one; equal for one patient
     validation: Index | None = None  # the validation images, if the data name them
     weak: augment.View = augment.WEAK
     strong: augment.View = augment.STRONG

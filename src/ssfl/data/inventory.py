@@ -55,8 +55,8 @@ def describe_split(dataset: Dataset, parts: split.Parts, validation: Index) -> d
 def fingerprint(dataset: Dataset) -> str:
     """Returns a hash of all data that a run uses. Two runs with the same fingerprint used the same data.
 
-    It covers images, labels, normalisation, owners and validation images. User-defined augmentations are
-    represented by their views of the first images.
+    It covers images, labels, normalisation, owners, groups and validation images. User-defined augmentations
+    are represented by their views of the first images.
     """
     digest = hashlib.sha256()
     for tensor in (dataset.images, dataset.labels, dataset.test_images, dataset.test_labels):
@@ -64,9 +64,10 @@ def fingerprint(dataset: Dataset) -> str:
     digest.update(repr((dataset.classes, dataset.mean, dataset.std)).encode())
     users = dataset.users
     owners = (dataset.server, dataset.validation, *((users.flat, users.edges) if users is not None else ()))
-    for number, owned in enumerate(owners):
-        if owned is not None:
-            digest.update(f"owners {number} {len(owned)}".encode() + np.ascontiguousarray(owned).tobytes())
+    for what, numbers in (*((f"owners {number}", owned) for number, owned in enumerate(owners)),
+                          ("groups", dataset.groups)):  # fmt: skip
+        if numbers is not None:
+            digest.update(f"{what} {len(numbers)}".encode() + np.ascontiguousarray(numbers).tobytes())
     images = dataset.images[:PROBED]
     for name, view in (("weak", dataset.weak), ("strong", dataset.strong)):
         if view not in (augment.WEAK, augment.STRONG, gentle.GENTLE):

@@ -1,7 +1,6 @@
 """Loads your own images from a folder that has a sub-folder for each class."""
 
 import hashlib
-import warnings
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -14,7 +13,7 @@ import torch
 from ssfl.data import copies, decoding, folds, pictures
 from ssfl.data.dataset import UNLABELLED, Dataset, statistics
 from ssfl.data.hands import Hands, Index
-from ssfl.errors import DataError, SsflWarning
+from ssfl.errors import DataError, warn_user
 
 LOOSE = "loose files"  # the user with the images beside the sub-folders of "unlabelled"
 
@@ -178,7 +177,7 @@ def load_folder(folder: Path, size: int | None, test_fraction: float, broken: st
     decoded = decoding.decoded(files.everything, None if size is None else (size, size))
     files = readable(files, decoded.broken, broken)
     for line in doubts(folder, files):
-        warnings.warn(line, SsflWarning, stacklevel=3)
+        warn_user(line)
     test_labels = torch.tensor(files.labels(files.test), dtype=torch.int64)
     first = len(decoded.images) - len(test_labels)
     images, test_images = decoded.images[:first], decoded.images[first:]
@@ -212,7 +211,7 @@ def readable(files: Files, broken: decoding.Broken, policy: str) -> Files:
         raise DataError(f"{line}; replace them, or leave them out with --set data.broken=skip")
     if policy != "silent":
         line += "; they are left out (to stop instead, use --set data.broken=stop)"
-        warnings.warn(line, SsflWarning, stacklevel=4)
+        warn_user(line)
     left_out = {everything[number] for number in broken}
 
     def without_broken(part: dict[str, list[Path]]) -> dict[str, list[Path]]:

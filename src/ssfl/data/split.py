@@ -261,8 +261,9 @@ def hold_out(
     labels: ArrayLike, fraction: float, seed: int, groups: Index | None = None
 ) -> tuple[Index, Index]:
     """Returns the numbers of the validation images, which are the same `fraction` of every class, and the
-    numbers of all other images. Both are sorted. With `groups` (a number for each labelled image, which all
-    come first), images with the same number stay together, so the fraction is only near `fraction`."""
+    numbers of all other images. Both are sorted. With `groups` (a number for each image up to the last
+    labelled one, or more), images with the same number stay together, so the fraction is only near
+    `fraction`."""
     known = _labels(labels)
     held = np.zeros(len(known), bool)
     pools = _pools(known, seed) if fraction else []
@@ -271,7 +272,9 @@ def hold_out(
             held[pool[: round(fraction * len(pool))]] = True
     elif pools:
         wanted = np.array([round(fraction * len(pool)) for pool in pools])
-        held[folds.hold_out(known[: len(groups)], groups, wanted, np.concatenate(pools))] = True
+        labelled = np.flatnonzero(known >= 0)
+        order = np.searchsorted(labelled, np.concatenate(pools))
+        held[labelled[folds.hold_out(known[labelled], groups[labelled], wanted, order)]] = True
     return np.flatnonzero(held), np.flatnonzero(~held)
 
 

@@ -193,8 +193,9 @@ def described(folder: Path) -> list[str]:
     return [
         *([] if public else [none]),
         *(f"{name}{unsent if (folder / f'{name}.site').exists() else ''}" for name in public),
-        f"the centre's certificate is valid for {hosts}, until {last:%Y-%m-%d}",
-        *([warning] if warning else []),
+        f"the centre's certificate {'is' if last >= datetime.now(UTC) else 'was'} valid for {hosts}, until "
+        f"{last:%Y-%m-%d}",
+        *([f"warning: {warning}"] if warning else []),
     ]
 
 

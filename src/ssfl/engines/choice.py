@@ -1,8 +1,6 @@
 """Chooses the engine for a run and makes it. All engines compute the same results and differ only in
 speed."""
 
-import warnings
-
 import torch
 from torch import nn
 
@@ -11,7 +9,7 @@ from ssfl.core.rows import Layout
 from ssfl.engines import dist, loop, spread, vmap
 from ssfl.engines.contract import Engine
 from ssfl.engines.work import Optimizer, Pool
-from ssfl.errors import SsflWarning
+from ssfl.errors import warn_user
 from ssfl.federation import Method
 
 __all__ = [
@@ -90,10 +88,8 @@ def on_all_cores(engine: Engine, device: torch.device, cores: int, trainers: int
     try:
         return spread.Spread(engine, min(cores, trainers))
     except (OSError, ImportError, RuntimeError) as error:  # too little memory, or no right to fork
-        warnings.warn(
+        warn_user(
             f"training uses one process instead of {min(cores, trainers)}, which is slower: others cannot be "
-            f"started ({error}). Set run.threads=1 to skip the attempt.",
-            SsflWarning,
-            stacklevel=2,
+            f"started ({error}). Set run.threads=1 to skip the attempt."
         )
         return engine

@@ -3,14 +3,13 @@ can use the compiled code again."""
 
 import importlib
 import os
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from ssfl.core import compile_cache
-from ssfl.errors import SsflWarning, one_line
+from ssfl.errors import one_line, warn_user
 
 FIXED = {"deterministic": True, "dynamic_scale_rblock": False, "coordinate_descent_tuning": False}
 """Settings of Inductor (torch's compiler) that keep it from choosing an order of summation by timing. If it
@@ -61,11 +60,9 @@ class Compiled:
                 raise
             self.failed = True
             reason = one_line(error, 500)
-            warnings.warn(
+            warn_user(
                 f"a part of the training ({self.function.__name__}) runs uncompiled, which is slower: its "
-                f"compiled form failed ({reason}). Set run.compile=false to skip the attempt.",
-                SsflWarning,
-                stacklevel=2,
+                f"compiled form failed ({reason}). Set run.compile=false to skip the attempt."
             )
             return self.function(*arguments)
         self.worked = True

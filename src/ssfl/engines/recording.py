@@ -1,6 +1,5 @@
 """Records training steps as CUDA graphs, which are then replayed with almost no work for the CPU."""
 
-import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -8,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ssfl.engines.buffers import StepBuffers
-from ssfl.errors import SsflWarning
+from ssfl.errors import warn_user
 from ssfl.models.kernels import convolution
 
 Result = TypeVar("Result")
@@ -55,11 +54,9 @@ class Graphs:
         except RuntimeError as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
-            warnings.warn(
+            warn_user(
                 f"a training step cannot be recorded as a CUDA graph ({_reason(error)}): training is "
-                "slower, but its results are the same",
-                SsflWarning,
-                stacklevel=2,
+                "slower, but its results are the same"
             )
             return None
         return graph
@@ -90,11 +87,9 @@ def run_without_kernels_if_they_fail(run: Callable[[], Result]) -> Result:
         except Exception:
             convolution.use(True)
             raise error from None
-        warnings.warn(
+        warn_user(
             f"ssfl's GPU kernels failed ({_reason(error)}), so training uses PyTorch's layers, which are "
-            "slower. The kernels need a C compiler: check that one is installed",
-            SsflWarning,
-            stacklevel=2,
+            "slower. The kernels need a C compiler: check that one is installed"
         )
         return result
 

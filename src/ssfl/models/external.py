@@ -13,7 +13,6 @@ import hashlib
 import inspect
 import math
 import random
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from ssfl.core import outside
 from ssfl.core.rows import layout_of, learning, statistics, trained
-from ssfl.errors import ConfigError, SsflWarning
+from ssfl.errors import ConfigError, warn_user
 from ssfl.models import layers
 from ssfl.models.replaced import replaced_functions
 
@@ -273,11 +272,9 @@ def try_batching(network: nn.Module, images: Tensor) -> None:
         raise
     except Exception as error:
         network.batched = False
-        warnings.warn(
+        warn_user(
             "users are trained one after another, which is slower, because torch.vmap cannot run several "
-            f"copies of this network at once ({_reason(error)})",
-            SsflWarning,
-            stacklevel=2,
+            f"copies of this network at once ({_reason(error)})"
         )
     finally:
         functorch._set_vmap_fallback_enabled(fallback)

@@ -3,7 +3,6 @@ and the weak and strong views of training images."""
 
 import base64
 import io
-import warnings
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +15,7 @@ from ssfl.core import outside
 from ssfl.core.rows import layout_of
 from ssfl.data import inventory
 from ssfl.data.dataset import Dataset
-from ssfl.errors import RunError, SsflError, SsflWarning, one_line
+from ssfl.errors import RunError, SsflError, one_line, warn_user
 from ssfl.models import external
 from ssfl.models.building import network_of, plain_network_of
 from ssfl.report.gather import Run, inside, whole
@@ -105,7 +104,7 @@ def look(run: Run, loader: Loader) -> Seen | str:
     except (SsflError, OSError) as error:
         why = one_line(error)
         if outside.is_outside(run.config.model.name):
-            warnings.warn(f"the report has no images of {run.path}: {why}", SsflWarning, stacklevel=2)
+            warn_user(f"the report has no images of {run.path}: {why}")
         return f"There are no images and no confusion matrix: {why}."
 
 

@@ -4,7 +4,6 @@ Some mistakes in a config can only be noticed with the data or on the machine th
 here, before anything is written.
 """
 
-import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +21,7 @@ from ssfl.data.hands import Hands, Index
 from ssfl.engines import choice, memory
 from ssfl.engines.features import Features, is_divided, tail_of
 from ssfl.engines.work import Optimizer, Pool
-from ssfl.errors import ConfigError, SsflWarning, one_line
+from ssfl.errors import ConfigError, one_line, warn_user
 from ssfl.models import backbones, external
 from ssfl.models.building import plain_network_of
 from ssfl.models.kernels import convolution, launching
@@ -215,11 +214,9 @@ def build(
                 fix="train.server_held_out=0",
             )
         if groups is not None and abs(len(held_out) - wanted) > wanted / 3:
-            warnings.warn(
+            warn_user(
                 f"train.server_held_out = {train.server_held_out}: {len(held_out)} of {len(server)} labelled "
-                f"images are held out instead of {wanted}, because {folds.GROUPS} are not divided",
-                SsflWarning,
-                stacklevel=2,
+                f"images are held out instead of {wanted}, because {folds.GROUPS} are not divided"
             )
         server, judges = server[kept_in], torch.from_numpy(server[held_out]).to(device)
     plan = Plan(

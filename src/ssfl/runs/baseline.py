@@ -7,7 +7,6 @@ command is killed during this training, the resumed run continues from these che
 
 import json
 import shutil
-import warnings
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +21,7 @@ from ssfl.config.settings import Config, PrivacySettings
 from ssfl.core import plain_files, statistics
 from ssfl.data import folds, split
 from ssfl.data.hands import Hands, Index
-from ssfl.errors import DivergedError, SsflWarning
+from ssfl.errors import DivergedError, warn_user
 from ssfl.federation import State
 from ssfl.runs import assemble, folder, verdict
 from ssfl.simulate.simulation import Simulation
@@ -80,11 +79,9 @@ def compare(sim: Simulation, path: Path, state: State, play: Play) -> Compared:
         folded = cross_validate(sim, path, play) if config.run.folds else None
     except DivergedError as error:
         reason = str(error).partition(". ")[0]  # without the advice to start a new run
-        warnings.warn(
+        warn_user(
             "this model cannot be compared with one that learns only from the labelled images, because a "
-            f"training for the comparison diverged; the run itself is not affected ({reason})",
-            SsflWarning,
-            stacklevel=2,
+            f"training for the comparison diverged; the run itself is not affected ({reason})"
         )
         return Compared()
     comparisons = [] if alone is None else _comparisons(sim, state, *alone)

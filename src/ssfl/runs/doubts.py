@@ -1,8 +1,6 @@
 """Warns about settings that are allowed but probably unintended, and about choices that the user should
 know."""
 
-import warnings
-
 import numpy as np
 import torch
 
@@ -11,7 +9,7 @@ from ssfl.core.statistics import FEW, wilson
 from ssfl.data import split
 from ssfl.data.dataset import Dataset
 from ssfl.data.hands import Index
-from ssfl.errors import SsflWarning
+from ssfl.errors import warn_user
 from ssfl.models import networks
 from ssfl.runs.text import loose, untested
 
@@ -26,7 +24,7 @@ def warn(as_written: Config, config: Config, dataset: Dataset, parts: split.Part
     missing = untested(dataset.classes, counts) if sum(counts) else []  # with folds there are no test images
     lines += _few(config, dataset)
     for line in (*lines, *(f"{line}; add test images" for line in missing)):
-        warnings.warn(line, SsflWarning, stacklevel=3)
+        warn_user(line)
 
 
 def _network(as_written: Config, config: Config, dataset: Dataset) -> list[str]:
@@ -50,12 +48,15 @@ def _labels(config: Config, dataset: Dataset, parts: split.Parts) -> list[str]:
     missing = [name for name, count in zip(dataset.classes, counts, strict=True) if not count]
     if not missing or labels_elsewhere:
         return []
+    way = "raise split.server_labels"
+    if dataset.server is not None:
+        way = "add an image of each class to server= of ssfl.Data"
     if not len(parts.server):
-        return ["there are no labelled images, so the model cannot learn; raise split.server_labels"]
+        return [f"there are no labelled images, so the model cannot learn; {way}"]
     named = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
     return [
         f"the server has no labelled image of {len(missing)} of {len(counts)} classes ({named}), so the "
-        "model cannot learn them; raise split.server_labels"
+        f"model cannot learn them; {way}"
     ]
 
 

@@ -1,6 +1,5 @@
 """Evaluates a trained model on a folder of labelled images that has a sub-folder for each class."""
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 from ssfl.core import statistics
 from ssfl.data import pictures
 from ssfl.data.dataset import UNLABELLED, WHITE
-from ssfl.errors import DataError, SsflWarning
+from ssfl.errors import DataError, warn_user
 from ssfl.models.external import Factory
 from ssfl.runs.predict import load_model, probabilities
 
@@ -152,6 +151,11 @@ def evaluate(run: str | Path, folder: str | Path, *, model: Factory | str | None
     Files are read exactly as `predict` reads them. Files that cannot be read are left out, and the field
     `broken` of the result lists them. Raises if no file can be read.
     """
+    if not isinstance(folder, str | Path):
+        raise DataError(
+            f"folder is of type {type(folder).__name__}: pass the path of a folder that has a sub-folder for "
+            "each class; for arrays, use ssfl.predict(run, images)"
+        )
     classifier = load_model(run, model)
     label_of = dict(labelled_files(Path(folder), classifier.classes))
     broken: list[str] = []
@@ -196,9 +200,5 @@ def labelled_files(folder: Path, classes: Sequence[str]) -> list[tuple[Path, int
         labelled += [(file, list(classes).index(name)) for file in files]
     loose = len(pictures.list_images(folder, nested=False))
     if loose:
-        warnings.warn(
-            f"{loose} images in {folder} are in no sub-folder of a class and are left out",
-            SsflWarning,
-            stacklevel=3,
-        )
+        warn_user(f"{loose} images in {folder} are in no sub-folder of a class and are left out")
     return labelled

@@ -351,6 +351,8 @@ def read_model(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
             return {name: opened.get_tensor(name) for name in opened.keys()}, card  # noqa: SIM118
     except (SafetensorError, OSError, ValueError, KeyError) as error:
         reason = "it has no model card" if isinstance(error, KeyError) else one_line(error, 500)
+        if isinstance(error, SafetensorError):
+            reason = "it is damaged, or not a .safetensors file"
         raise RunError(
             f"{path} cannot be read as a model of ssfl ({reason}): use a run folder, or a .safetensors file "
             "that `ssfl export` wrote"

@@ -4,7 +4,7 @@ import io
 import json
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from ssfl.core import outside, progress, rows
-from ssfl.data import gentle, sources
+from ssfl.data import formats, gentle, sources
+from ssfl.data.array_checks import image_tensor
 from ssfl.data.dataset import WHITE
 from ssfl.data.formats import LARGEST
-from ssfl.errors import DataError, RunError, SsflWarning, with_class
+from ssfl.errors import DataError, RunError, warn_user, with_class
 from ssfl.models import backbones, external, networks
 from ssfl.runs import folder, resuming, surroundings
 from ssfl.simulate import scoring
@@ -166,11 +167,9 @@ def load_model(run: str | Path, model: external.Factory | str | None = None) -> 
             raise RunError(f"{path} has no model yet: finish it with `{resuming.command(config, path)}`")
     tensors, card = folder.read_model(file)
     if path.is_dir() and file.name == folder.UNFINISHED:
-        warnings.warn(
+        warn_user(
             f"{path} is not finished: its model after round {card.get('round')} of "
-            f"{config.federation.rounds} is used; `{resuming.command(config, path)}` continues the run",
-            SsflWarning,
-            stacklevel=2,
+            f"{config.federation.rounds} is used; `{resuming.command(config, path)}` continues the run"
         )
     try:
         check_card(card, tensors)
@@ -234,10 +233,11 @@ def network_of(
         return networks.build(name, classes, (channels, height, width), card["norm"])
     if make is None and name == outside.IN_MEMORY:
         raise RunError(
-            f"the network of {path} was passed as a Python object; pass the function that makes it again: "
-            f"ssfl.load_model({str(path)!r}, model=make)",
+            f"the network of {path} was passed as a Python object: use the same function from Python, with "
+            "model=make, where make is the function that makes the network. To avoid this in the next run, "
+            "name the function by --set model.name=FILE.py:make",
             key="model",
-            fix=f"ssfl.load_model({str(path)!r}, model=make)",
+            fix="model=make",
         )
     identity = card["outside"]
     if make is None:
@@ -286,26 +286,71 @@ def classifier_of(network: nn.Module, tensors: dict[str, Tensor], card: dict[str
 
 def predict(
     run: str | Path,
-    images: Sequence[str | Path],
+    images: str | Path | Iterable[str | Path] | np.ndarray | Tensor,
     broken: list[str] | None = None,
     *,
     model: external.Factory | str | None = None,
 ) -> list[dict[str, Any]]:
-    """Returns for each image file a dict with "file", "class" and "confidence". A folder in `images` is
-    replaced by all image files in it. `run` and `model` are as in `load_model`.
+    """Returns for each image a dict with "file", "class" and "confidence". `images` is an image file, a
+    folder, or a list of both; a folder stands for all image files in it. `run` and `model` are as in
+    `load_model`.
+
+    `images` may also be an array, as for `ssfl.Data`: [N, H, W] or [N, H, W, C]. Then the dicts have "image",
+    the position in the array, instead of "file".
 
     Raises if a file cannot be read. But if `broken` is a list, a line about the file is appended to it
     instead.
     """
     classifier = load_model(run, model)
+    if isinstance(images, np.ndarray | Tensor):
+        return [
+            {"image": number, **_prediction(classifier, shares)}
+            for number, shares in enumerate(_of_array(classifier, images))
+        ]
+    files = sources.image_files([images] if isinstance(images, str | Path) else images)
     return [
-        {
-            "file": str(file),
-            "class": classifier.classes[int(shares.argmax())],
-            "confidence": float(shares.max()),
-        }
-        for file, shares in probabilities(classifier, sources.image_files(images), broken)
+        {"file": str(file), **_prediction(classifier, shares)}
+        for file, shares in probabilities(classifier, files, broken)
     ]
+
+
+def _prediction(classifier: Classifier, shares: Tensor) -> dict[str, Any]:
+    """Returns the most likely class and its probability, given the probabilities [classes] of an image."""
+    return {"class": classifier.classes[int(shares.argmax())], "confidence": float(shares.max())}
+
+
+def _of_array(classifier: Classifier, images: np.ndarray | Tensor) -> Iterator[Tensor]:
+    """Yields the probabilities [classes] for each image of an array. Images of another size are resized as in
+    training, if the model's images are square."""
+    pixels = image_tensor(images, "images")
+    channels, height, width = classifier.shape
+    if tuple(pixels.shape[2:]) != (height, width) and height == width:
+        pixels = formats.resized(pixels, height)
+    if tuple(pixels.shape[1:]) != classifier.shape:
+        raise DataError(
+            f"images: the model was trained on images of {channels}x{height}x{width} (channels x height x "
+            f"width), and these have {'x'.join(map(str, pixels.shape[1:]))}: convert them first"
+        )
+    batch = scoring.at_once(classifier.shape)
+    for start in range(0, len(pixels), batch):
+        part = pixels[start : start + batch]
+        yield from _shares(classifier, part, [f"image {start + number}" for number in range(len(part))])
+
+
+def _shares(classifier: Classifier, images: Tensor, names: Sequence[object]) -> Tensor:
+    """Returns the probabilities [N, classes] for uint8 images [N, C, H, W]. Raises if one is not finite;
+    `names` are the images in the message."""
+    with torch.no_grad():
+        shares = classifier.averaged(images).softmax(-1)
+    finite = shares.isfinite().all(1).tolist()
+    if not all(finite):
+        name = names[finite.index(False)]
+        raise RunError(
+            f"{name}: the model's output for this image is not finite: train the model again, or use another "
+            "model",
+            value=str(name),
+        )
+    return shares
 
 
 def probabilities(
@@ -327,16 +372,7 @@ def probabilities(
                         raise
                     broken.append(str(error))
             if part:
-                with torch.no_grad():
-                    shares = classifier.averaged(torch.cat(read)).softmax(-1)
-                finite = shares.isfinite().all(1).tolist()
-                if not all(finite):
-                    file = part[finite.index(False)]
-                    raise RunError(
-                        f"{file}: the model's output for this image is not finite: train the model again, or "
-                        "use another model",
-                        value=str(file),
-                    )
+                shares = _shares(classifier, torch.cat(read), part)
                 yield from zip(part, shares, strict=True)
             advance(min(batch, len(files) - start))
 

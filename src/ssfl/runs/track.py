@@ -10,7 +10,6 @@ import math
 import os
 import shutil
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -21,7 +20,7 @@ from ssfl.config.loading import as_dict, to_toml
 from ssfl.config.settings import Config
 from ssfl.core import plain_files
 from ssfl.core.events import Event
-from ssfl.errors import ConfigError, SsflWarning, one_line
+from ssfl.errors import ConfigError, one_line, warn_user
 from ssfl.runs.folder import read_events
 
 PACKAGES = {"tensorboard": "tensorboard", "mlflow": "mlflow", "wandb": "wandb"}
@@ -70,11 +69,9 @@ def tracking(path: Path, config: Config) -> Iterator[Callable[[Event], None]]:
         except Exception as error:  # trackers may raise any exception
             backend = None
             reason = one_line(error, 200)
-            warnings.warn(
+            warn_user(
                 f"run.track = {name!r} failed ({reason}): the run continues without it; {path} has all "
-                "numbers",
-                SsflWarning,
-                stacklevel=2,
+                "numbers"
             )
             return None
 

@@ -7,7 +7,6 @@ from contextlib import closing, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from ssfl import methods
 from ssfl.config import loading
 from ssfl.config.settings import Config, DataSettings
 from ssfl.core import outside, plain_files
@@ -273,7 +272,7 @@ def _with_its_method(config: Config, path: Path, method: Method | None) -> Confi
     changed."""
     name = config.method.name
     if method is not None:
-        methods.require(method)
+        method = loading.checked_method(method)
     if name == outside.IN_MEMORY:
         if method is None:
             line = resuming.command(config, path)

@@ -29,10 +29,10 @@ class ModelScore(NamedTuple):
 def score(model: nn.Module, pool: Pool, images: Tensor, labels: Tensor, classes: int) -> ModelScore:
     """Returns the accuracy and the mean cross-entropy loss of a network on N uint8 images [N, C, H, W], which
     are on the pool's device. `labels` [N] are on the CPU."""
-    return of_logits(logits(model, pool, images), labels, classes)
+    return score_of_logits(logits(model, pool, images), labels, classes)
 
 
-def of_logits(outputs: Tensor, labels: Tensor, classes: int) -> ModelScore:
+def score_of_logits(outputs: Tensor, labels: Tensor, classes: int) -> ModelScore:
     """Returns the accuracy and the mean cross-entropy loss of logits [N, classes] for N images with these
     labels [N]. Both tensors are on the CPU."""
     loss = nn.functional.cross_entropy(outputs, labels)

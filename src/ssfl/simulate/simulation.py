@@ -311,14 +311,14 @@ class Simulation:
         classes = len(self.dataset.classes)
         if self.device.type == "cuda" and self.pool.features is None and self.pool.dtype != self.pool.wide:
             places, labels = self._server_places(most)
-            probabilities = self.by_engine(row, places)
+            probabilities = self.engine_probabilities(row, places)
             least = torch.finfo(probabilities.dtype).tiny  # so that no loss is infinite
-            return scoring.of_logits(probabilities.clamp(min=least).log().cpu(), labels, classes)
+            return scoring.score_of_logits(probabilities.clamp(min=least).log().cpu(), labels, classes)
         write_row(self.model, self.layout, row)
         pool, (images, labels) = replace(self.pool, test_views=0), self.server_images(most)
         return scoring.score(self.model, pool, images, labels, classes)
 
-    def by_engine(self, row: Tensor, places: Tensor) -> Tensor:
+    def engine_probabilities(self, row: Tensor, places: Tensor) -> Tensor:
         """Returns the class probabilities [N, classes] that the model `row` [P + Q] predicts for N images
         without augmentation. `places` [N] are their positions in the pool. The engine computes them in the
         precision of training, which is faster on a GPU than `predicted`."""

@@ -10,7 +10,6 @@ operand would pass through registers.
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,import-untyped,import-not-found"
 
-import warnings
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -19,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ssfl.errors import SsflWarning
+from ssfl.errors import warn_user
 from ssfl.models.kernels import triton_batch
 from ssfl.models.kernels.launching import launch
 from ssfl.models.kernels.triton_batch import scale_and_shift
@@ -220,11 +219,9 @@ def hopper(device: torch.device) -> bool:
     """Returns the result of `usable`. Warns once if the GPU has the copy engine but Triton is too old. Unlike
     `usable`, it cannot be called from compiled code."""
     if torch.cuda.get_device_capability(device) == (9, 0) and TensorDescriptor is None:
-        warnings.warn(
+        warn_user(
             f"training on {torch.cuda.get_device_name(device)} is slower than it could be, because the "
-            "fastest convolutions need a newer Triton: install a newer torch, which brings it",
-            SsflWarning,
-            stacklevel=2,
+            "fastest convolutions need a newer Triton: install a newer torch, which brings it"
         )
     return usable(device)
 
