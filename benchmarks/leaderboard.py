@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ssfl.contest.standings import difference
+from ssfl.core.statistics import mean_difference
 from ssfl.models import backbones
 from ssfl.runs.provenance import ROOT
 
@@ -238,7 +238,7 @@ def _work(row: Row) -> tuple[str, ...]:
 def _between(first: Row, other: Row) -> str:
     """Returns as text how many percentage points the first method is better than the other, with the 95 %
     interval over their common seeds."""
-    gap = difference(first.accuracies, other.accuracies)
+    gap = mean_difference(first.accuracies, other.accuracies)
     if gap is None:
         return "no common seed"
     mean, half = gap

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from ssfl.core.statistics import wilson
+from ssfl.core.statistics import mean_difference, wilson
 from ssfl.runs import folder as runs
 from ssfl.runs import provenance, text
 
@@ -163,20 +163,6 @@ def _behind(standing: Standing, first: Standing) -> str:
     return f"{mean:.2f}" if low is None else f"{mean:.2f} [{low:.2f}, {high:.2f}]"
 
 
-def difference(ours: dict[int, float], theirs: dict[int, float]) -> tuple[float, float | None] | None:
-    """Returns the mean of `ours` minus `theirs` over their common seeds, and half the width of its 95 %
-    interval (Student's t; None for a single seed). Both arguments are accuracies by seed. Returns None if
-    there is no common seed."""
-    from scipy.stats import t
-
-    apart = [ours[seed] - theirs[seed] for seed in ours if seed in theirs]
-    if not apart:
-        return None
-    count = len(apart)
-    half = t.ppf(0.975, count - 1) * statistics.stdev(apart) / count**0.5 if count > 1 else None
-    return statistics.mean(apart), None if half is None else float(half)
-
-
 def _interval(standing: Standing, first: Standing) -> list[float | None] | None:
     """Returns how many percentage points the first (best) method is better than this one, as [mean, low,
     high]. Low and high are the ends of the 95 % interval, or None for a single seed. Returns None for the
@@ -185,7 +171,7 @@ def _interval(standing: Standing, first: Standing) -> list[float | None] | None:
     Differences are taken seed by seed, since both methods have the same split for the same seed.
     """
     theirs, best = ({run["seed"]: 100 * run["accuracy"] for run in each.runs} for each in (standing, first))
-    apart = difference(best, theirs)
+    apart = mean_difference(best, theirs)
     if apart is None or standing is first:
         return None
     mean, half = apart

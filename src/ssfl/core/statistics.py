@@ -6,10 +6,12 @@ runs in a browser) can use it without delay.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from statistics import mean, stdev
+from typing import NamedTuple, TypeVar
 
+Seed = TypeVar("Seed")
 Z = 1.959963984540054
 """The 97.5 % quantile of the normal distribution, for two-sided intervals of 95 %."""
 FEW = 100
@@ -117,6 +119,22 @@ def mcnemar(won: int, lost: int) -> float:
         term = term * (total - k) // (k + 1)
         tail += term
     return float(min(1.0, 2 * tail / 2**total))
+
+
+def mean_difference(
+    ours: Mapping[Seed, float], theirs: Mapping[Seed, float]
+) -> tuple[float, float | None] | None:
+    """Returns the mean of `ours` minus `theirs` over their common seeds, and half the width of its 95 %
+    interval (Student's t; None for a single seed). Both arguments are accuracies by seed. Returns None if
+    there is no common seed."""
+    from scipy.stats import t
+
+    apart = [ours[seed] - theirs[seed] for seed in ours if seed in theirs]
+    if not apart:
+        return None
+    count = len(apart)
+    half = float(t.ppf(0.975, count - 1)) * stdev(apart) / count**0.5 if count > 1 else None
+    return mean(apart), half
 
 
 def confusion(labels: Sequence[int], predicted: Sequence[int], classes: int) -> list[list[int]]:
