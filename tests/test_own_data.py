@@ -257,9 +257,12 @@ def test_a_run_goes_on_with_the_same_data_and_no_others(short: Quick, tmp_path: 
     assert (caught.value.key, caught.value.value, caught.value.fix) == ("split.users", 3, "split.users=2")
     library.resume(tmp_path / "stopped", data=data(strong=own_strong))
     assert equal(tmp_path / "straight", tmp_path / "stopped")
-    assert ssfl("report", str(tmp_path / "stopped"))[0] == 0
-    page = (tmp_path / "stopped/report.html").read_text()
-    assert "these images were passed from Python" in page
+    with pytest.warns(SsflWarning, match="has no confusion matrix, test images and training views") as warned:
+        assert ssfl("report", str(tmp_path / "stopped"))[0] == 0
+    for text in ((tmp_path / "stopped/report.html").read_text(), str(warned[0].message)):
+        assert "cannot load what was passed from Python, here the images (data=...)" in text
+        assert "train with data.name=FILE.py:function; then `ssfl report RUN --with FILE.py`" in text
+        assert "pass them again" not in text
 
 
 MINE = """

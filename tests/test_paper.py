@@ -125,6 +125,43 @@ def test_only_what_changes_the_experiment_makes_it_another_one() -> None:
     assert sweep.folder(run, one, 1) == sweep.folder(run, two, 1) != plain
 
 
+def test_a_trial_is_told_by_the_data_and_labels_that_it_had(tmp_path: Path) -> None:
+    """Only the first of two runs makes pseudo-labels."""
+    told: list[str] = []
+    paths = []
+    for only, threshold in (("crl-gn", "0"), ("grouping", "0.95")):
+        sets = (*TINY, f"method.threshold={threshold}")
+        options = sweep.Options(data="digits", sets=sets, out=tmp_path, only=only)
+        paths += sweep.play([rows.row("21")], options, told.append, quiet=True)
+    assert [f"{paths[1].name}: no pseudo-label was made" in line for line in told].count(True) == 1
+    assert sum("no pseudo-label was made" in line for line in told) == 1
+    first, second = (json.loads((path / "result.json").read_text())["mask_rate"] for path in paths)
+    assert first == 1
+    assert second == 0
+    lines = tables.lines([rows.row("21")], results.read([tmp_path]))
+    settings = {line["setting"] for line in lines}
+    assert settings == {
+        "FedAvg, digits, K=47, C=47, R=0.4, T=16, Ns=50",
+        "Grouping-based, digits, K=47, C=47, S=5, R=0.4, T=16, Ns=50",
+    }
+    shown = tables.markdown(lines)
+    assert "emnist" not in shown
+    assert shown.count("no pseudo-label was made. The mask rate was 0 in every round.") == 1
+    assert "\n\nGrouping-based, digits" in shown
+
+
+def test_a_table_says_what_the_published_accuracy_of_a_trial_is_of(tmp_path: Path) -> None:
+    run = rows.row("21").runs[1]
+    split = {"users": 47, "server_labels": 50, "skew": 0.4}
+    for seed, rate in ((1, 0.0), (2, 0.1)):
+        trial = fake(run, seed, data="digits", mask_rate=rate, config={"split": split})
+        (tmp_path / f"{seed}.json").write_text(json.dumps(trial))
+    shown = tables.markdown(tables.lines([rows.row("21")], results.read([tmp_path])))
+    assert "82.95 (emnist)" in shown
+    assert "Ns=50, scale 0.5: no pseudo-label was made with 1 of 2 seeds. The mask rate was 0" in shown
+    assert "FedAvg, emnist, K=47, C=47, R=0.4, T=16, Ns=4700" in shown  # not run
+
+
 def test_what_we_recommend_is_one_run_for_fedavg_and_grouping(tmp_path: Path) -> None:
     options = sweep.Options(fidelity="recommended")
     fedavg, grouping = rows.row("21").runs

@@ -137,6 +137,29 @@ def test_the_letter_d_is_all_four_figures_of_the_appendix(
     assert [path.name for path in figures.draw("d", given, tmp_path)] == ["D.1", "D.2", "D.3", "D.4"]
 
 
+def test_titles_name_the_data_of_the_runs_and_say_if_there_were_no_pseudo_labels(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    trial = found(tmp_path / "trial", rows.row("21").runs, data="digits", mask_rate=0.0)
+    for number in ("6", "D.1"):
+        title = drawn(monkeypatch, number, trial).get_suptitle()
+        assert "FedAvg and Grouping-based on digits" in title
+        assert "EMNIST" not in title
+        assert title.endswith("; no pseudo-label was made in any run")
+    paper = found(tmp_path / "paper", rows.row("21").runs[:1], data="emnist", mask_rate=0.0)
+    paper += found(tmp_path / "other", rows.row("21").runs[1:], data="emnist", mask_rate=0.2)
+    title = drawn(monkeypatch, "6", paper).get_suptitle()
+    assert "FedAvg and Grouping-based on EMNIST" in title
+    assert title.endswith("; no pseudo-label was made in 1 of 2 runs")
+    convergence = found(tmp_path / "svhn", rows.row("15").runs, data="digits")
+    assert "SVHN" not in drawn(monkeypatch, "C.1", convergence).get_suptitle()
+    few: dict[str, Any] = fake(rows.row("7").runs[0], 1)
+    config = few["config"] | {"split": {"server_labels": 50}}
+    labelled = found(tmp_path / "labels", rows.row("7").runs, data="digits", config=config)
+    axis = drawn(monkeypatch, "5", labelled).axes[2]
+    assert list(axis.get_xticks()) == [50]
+
+
 def test_appendix_d_has_the_papers_arrangement_and_both_normalisations(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -17,6 +17,7 @@ from sklearn.datasets import load_digits
 
 import ssfl
 from ssfl.config.settings import Config
+from ssfl.contest import standings
 from ssfl.errors import RunError, SsflError
 from ssfl.methods.grouping import Grouping
 from ssfl.report import collapse, costs, gather, page, several
@@ -141,6 +142,149 @@ def test_several_runs_are_laid_over_each_other(folder: Path) -> None:
     assert "split.users" not in rows
     names = [block["figure"] for block in blocks(told) if "figure" in block]
     assert len(names) == len(set(names))
+
+
+def copy(
+    run: Path, to: Path, seed: int, correct: int, method: str = "", split: dict[str, Any] | None = None
+) -> Path:
+    """A copy of a run that has another seed and another accuracy, and possibly another method and split."""
+    shutil.copytree(run, to)
+    config = re.sub(
+        r"(?m)^seed = [0-9]+$(?![\s\S]*^seed = )", f"seed = {seed}", (to / "config.toml").read_text()
+    )
+    if method:
+        config = re.sub(r"(?m)(\[method\]\n)[\s\S]*?\n\n", rf'\1name = "{method}"\n\n', config)
+    (to / "config.toml").write_text(config)
+    events = list(runs.read_events(to))
+    last = [event for event in events if event["event"] == "eval"][-1]
+    last |= {"accuracy": correct / 360, "correct": correct}
+    (to / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    summary = json.loads((to / "summary.json").read_text()) | {"accuracy": correct / 360, "correct": correct}
+    (to / "summary.json").write_text(json.dumps(summary))
+    if split:
+        known = json.loads((to / "split.json").read_text())
+        (to / "split.json").write_text(json.dumps(known | split))
+    return to
+
+
+def verdict(paths: list[Path]) -> str:
+    first = page.contents(paths)["sections"][0]
+    assert first["id"] == "verdict"
+    return " ".join(
+        block["text"] for block in first["blocks"] if block["kind"] == "say" and not block["head"]
+    )
+
+
+def test_the_verdict_compares_all_seeds_as_a_contest_does(folder: Path, tmp_path: Path) -> None:
+    scores = {"one": (300, 340, 345), "two": (310, 320, 318)}
+    paths = []
+    for method, name in (("fedprox", "one"), ("rscfed", "two")):
+        for seed, correct in enumerate(scores[name], 1):
+            where = tmp_path / f"{name}-lr0.09-seed{seed}"
+            paths.append(copy(folder / "grouping-1", where, seed, correct, method))
+    played = [
+        standings.Standing(
+            name, (), [100 * c / 360 for c in ones], 0, 0, 0.0, 4,
+            runs=[{"seed": s, "accuracy": c / 360, "test_images": 360, "validation_images": 0, "commit": ""}
+                  for s, c in enumerate(ones, 1)],
+        )
+        for name, ones in scores.items()
+    ]  # fmt: skip
+    behind = re.search(r"(\d+\.\d\d) \[(-\d+\.\d\d), (\d+\.\d\d)\]", standings.table(played))
+    assert behind
+    mean, low, high = behind.groups()
+    told = verdict(paths)
+    assert told.startswith("The best two do not clearly differ: over 3 common seeds, ")
+    assert f"of one-lr0.09 is {mean} percentage points higher than that of two-lr0.09" in told
+    assert f"{low} to +{high} percentage points".replace("-", "−") in told
+    table = blocks(page.contents(paths), "table")[0]
+    assert [row[0] for row in table["rows"]] == ["one-lr0.09, 3 seeds", "two-lr0.09, 3 seeds"]
+    better = [copy(paths[5], tmp_path / f"three-seed{k}", k, 200 + k, "semifl") for k in (1, 2, 3)]
+    clear = verdict([*better, *paths[3:]])
+    assert clear.startswith("two-lr0.09 is better than three: over 3 common seeds")
+    four = [
+        copy(paths[5], tmp_path / f"{name}-seed1", 1, 100, name) for name in ("crl-bn", "flexmatch", "fl2")
+    ]
+    assert verdict([*better, *four, *paths[3:]]) == clear  # also if the best one is listed late
+    (tmp_path / "two-lr0.09-seed1" / runs.FAILURE).write_text(
+        json.dumps({"kind": "DivergedError", "error": "training diverged in round 1"})
+    )
+    (tmp_path / "two-lr0.09-seed1" / "summary.json").unlink()
+    assert "two-lr0.09: training diverged in 1 of 3 runs, so it is ranked last." in verdict(paths)
+
+
+def test_the_verdict_says_if_it_compares_one_seed(folder: Path, tmp_path: Path) -> None:
+    same = verdict([folder / "grouping-1", folder / "alone"])
+    assert "This compares one seed (run.seed = 1). Another seed may give another result." in same
+    common = verdict([folder / "grouping-1", folder / "grouping-2", folder / "alone"])
+    assert "alone and grouping have only one seed in common, and this compares only that seed" in common
+    assert "grouping-1 has" in common
+    other = verdict([folder / "grouping-2", folder / "alone"])
+    assert "alone and grouping-2 have no seed in common, so this compares one run of each." in other
+    second = copy(folder / "alone", tmp_path / "alone-2", 2, 300)
+    common = verdict([folder / "grouping-2", folder / "alone", second])
+    assert "grouping-2 has" in common
+    assert "alone-2 has" in common
+
+
+def test_what_is_of_the_first_seed_only_says_so(folder: Path, tmp_path: Path) -> None:
+    paths = [folder / "grouping-1"]
+    split = {"measured_skew": 0.5, "size_quartiles": [90, 100, 110, 120, 150]}
+    paths.append(copy(folder / "grouping-1", tmp_path / "grouping-2", 2, 300, split=split))
+    for told in (page.contents(paths), page.contents([*paths, folder / "alone"])):
+        owners = next(section for section in told["sections"] if section["id"] == "owners")["blocks"]
+        said = next(block["text"] for block in owners if block["kind"] == "text")
+        assert said.startswith(
+            "Numbers and charts below are only of grouping-1 (run.seed = 1), the first of 2 seeds."
+        )
+        assert "the users have 90 to 150 images each, the measured R is 0.4183 to 0.5000, and" in said
+        mistakes = next(section for section in told["sections"] if section["id"] == "mistakes")["blocks"]
+        assert mistakes[0]["text"] == "grouping-1 (run.seed = 1), the first of 2 seeds"
+    alone = words(page.contents(paths[:1]))
+    assert "Numbers and charts below" not in alone
+
+
+@pytest.mark.parametrize(
+    ("names", "label"),
+    [
+        (["anchored-lr0.09-seed1", "anchored-lr0.09-seed2"], "anchored-lr0.09"),
+        (["anchored-lr0.09-1", "anchored-lr0.09-2"], "anchored-lr0.09"),
+        (["anchored_seed_10", "anchored_seed_11"], "anchored"),
+        (["anchored/seed1", "anchored/seed2", "anchored/seed10"], "anchored"),
+        (["run1", "run10"], "run"),
+        (["seed1", "seed2"], "grouping"),  # the method
+        (["seed1-a", "b"], "grouping"),
+    ],
+)
+def test_an_experiment_is_named_by_what_its_runs_have_in_common(
+    folder: Path, names: list[str], label: str
+) -> None:
+    (family,) = several.families([gather.read(folder / "grouping-1", name) for name in names])
+    assert (family.label, family.name) == (label, f"{label}, {len(names)} runs")
+
+
+def test_training_views_name_the_threshold_of_each_method(
+    folder: Path, quick: Callable[..., Config], tmp_path: Path
+) -> None:
+    def views(*paths: Path) -> tuple[str, Block]:
+        section = next(s for s in page.contents(list(paths))["sections"] if s["id"] == "views")
+        return section["blocks"][0]["text"], section["blocks"][1]
+
+    for name in ("semifl", "flexmatch", "freematch"):
+        ssfl.run(quick(f"method.name={name}", "federation.rounds=1", "federation.period=2"), tmp_path / name)
+    told, shown = views(folder / "grouping-1")
+    assert "is the pseudo-label of a strong view if its confidence is at least 0.1." in told
+    assert all(item["counts"] for item in shown["items"])
+    told, _ = views(tmp_path / "semifl")
+    assert "if its confidence is at least 0.95." in told
+    told, _ = views(folder / "grouping-1", tmp_path / "semifl")
+    assert "The images and predictions are those of grouping-1. There, the prediction" in told
+    assert told.endswith("at least 0.1. With semifl, it must be at least 0.95.")
+    told, shown = views(tmp_path / "flexmatch")
+    assert "at least the threshold of its class" in told
+    assert [item["counts"] for item in shown["items"]] == [None] * len(shown["items"])
+    told, _ = views(tmp_path / "freematch")  # it has no setting `threshold`
+    assert "confidence" not in told
 
 
 def test_methods_that_trained_differently_are_not_compared_without_a_warning(

@@ -22,6 +22,8 @@ from ssfl.report.plots import STYLES, pyplot
 
 Points = dict[float, list[float]]
 """The points of a line: for each x, such as an epoch, the values of all seeds."""
+TITLES = {"cifar10": "CIFAR-10", "svhn": "SVHN", "emnist": "EMNIST"}
+"""The names of the paper's data sets in titles and legends."""
 MEASURES = {
     "definition": "gradient diversity Δ\n(Definition 1)",
     "authors_groups": "n·Δ within groups\n(authors' scripts)",
@@ -128,6 +130,16 @@ class Drawing:
             low, high = ([pick(points[at]) for at in x] for pick in (min, max))
             axis.fill_between(x, low, high, color=colour, alpha=0.2, linewidth=0)
 
+    @property
+    def data(self) -> list[str]:
+        """The names of the data sets with which the drawn runs were trained."""
+        return sorted({one.data for one in self.used})
+
+    @property
+    def data_title(self) -> str:
+        """The data sets of the drawn runs for a title, such as "EMNIST" or "digits"."""
+        return " and ".join(TITLES.get(name, name) for name in self.data)
+
     def save(self, figure: Any, out: Path, name: str, title: str) -> list[Path]:
         """Writes the figure as PNG and SVG and returns the two files. Below the title is a line with the
         data, the fidelity, the scale, the number of seeds, and how many runs are missing. The scale is the
@@ -140,7 +152,7 @@ class Drawing:
                 key="figure",
                 value=name,
             )
-        data = ", ".join(sorted({one.data for one in self.used}))
+        data = ", ".join(self.data)
         names = {one.name for one in self.used}
         scales = ", ".join(f"{scale:g}" for scale in sorted({one.scale for one in self.used}))
         each = {(one.name, one.changes, one.seed) for one in self.used}
@@ -149,6 +161,10 @@ class Drawing:
         caption = f"{data}; fidelity {self.fidelity}; scale {scales}; {many}"
         if self.missing:
             caption += f"; not run: {len(set(self.missing))} of {len({*self.missing, *names})} runs"
+        empty = {(one.name, one.changes, one.seed) for one in self.used if one.without_pseudo_labels}
+        if empty:
+            which = "any run" if len(empty) == len(each) else f"{len(empty)} of {len(each)} runs"
+            caption += f"; no pseudo-label was made in {which}"
         figure.suptitle(f"{title}\n{caption}", fontsize=10)
         return written(self.plt, figure, out, name)
 

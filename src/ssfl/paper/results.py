@@ -36,6 +36,16 @@ class PaperResult:
     whole: dict[str, Any]
     """The whole content of the file: config, curve, diversity, seconds, device, commit and more."""
 
+    @property
+    def without_pseudo_labels(self) -> bool:
+        """Whether the users made no pseudo-label in any round, because the mask rate was always 0. It is
+        also False if the file does not have the mask rate, as in older versions."""
+        return self.whole.get("mask_rate") == 0
+
+    def setting(self, section: str, key: str, default: Any) -> Any:
+        """Returns a setting of the run from its config, or `default` if the file does not have it."""
+        return self.whole.get("config", {}).get(section, {}).get(key, default)
+
 
 @dataclass(frozen=True)
 class Mean:
@@ -53,6 +63,8 @@ class Mean:
     data: str
     fidelity: str
     changes: tuple[str, ...]
+    without_pseudo_labels: int
+    """How many of the seeds made no pseudo-label in any round."""
 
 
 def write(path: Path, run: PaperRun, origin: dict[str, Any]) -> Path:
@@ -94,12 +106,20 @@ def write(path: Path, run: PaperRun, origin: dict[str, Any]) -> Path:
         **{key: summary.get(key) for key in summary_keys},
         "evaluation_seconds": evaluating,
         "curve": curve,
+        "mask_rate": _mean_mask_rate(rounds.values()),
         "diversity": [event for event in events if event["event"] == "diversity"],
         "config": config,
     }
     file = path / FILE
     folder.write_atomic(file, _compact(whole).encode())
     return file
+
+
+def _mean_mask_rate(rounds: Iterable[dict[str, Any]]) -> float | None:
+    """Returns the mean of the mask rate over the rounds, or None if no round recorded it. `rounds` are the
+    events of the rounds."""
+    rates = [event["mask_rate"] for event in rounds if event.get("mask_rate") is not None]
+    return statistics.mean(rates) if rates else None
 
 
 def _compact(whole: dict[str, Any]) -> str:
@@ -146,6 +166,11 @@ def is_written(path: Path) -> bool:
     return bool(_read_one(path / FILE))
 
 
+def made_no_pseudo_labels(path: Path) -> bool:
+    """Returns whether the run in this folder made no pseudo-label in any round."""
+    return any(one.without_pseudo_labels for one in _read_one(path / FILE))
+
+
 def _read_one(file: Path) -> list[PaperResult]:
     """Returns a list with the result in a file, or an empty list if the file is not a result."""
     try:
@@ -165,15 +190,16 @@ def means(results: Iterable[PaperResult]) -> list[Mean]:
     mean for each combination of data, changed settings, fidelity and scale. Fidelity says whether settings
     follow the paper's text, its authors' code or our recommendation. Scale is the fraction of the training
     that was run. `results` must all be of the same run."""
-    kinds: dict[tuple[Any, ...], dict[int, float | None]] = {}
+    kinds: dict[tuple[Any, ...], dict[int, PaperResult]] = {}
     for result in results:
         kind = (result.fidelity, result.data, -result.scale, result.changes)
-        kinds.setdefault(kind, {})[result.seed] = result.accuracy
+        kinds.setdefault(kind, {})[result.seed] = result
     rows = []
     for (fidelity, data, scale, changes), seeds in sorted(kinds.items(), key=lambda item: item[0]):
-        accuracies = [100 * accuracy for accuracy in seeds.values() if accuracy is not None]
+        accuracies = [100 * one.accuracy for one in seeds.values() if one.accuracy is not None]
         mean = statistics.mean(accuracies) if accuracies else None
         deviation = statistics.stdev(accuracies) if len(accuracies) > 1 else None
         broken = len(seeds) - len(accuracies)
-        rows.append(Mean(mean, deviation, len(seeds), broken, -scale, data, fidelity, changes))
+        empty = sum(one.without_pseudo_labels for one in seeds.values())
+        rows.append(Mean(mean, deviation, len(seeds), broken, -scale, data, fidelity, changes, empty))
     return rows

@@ -123,6 +123,8 @@ def play(rows: list[Row], options: Options, tell: Tell, quiet: bool = False) -> 
         printed = f" (published {run.published:.2f})" if compared else ""
         images = f" on {Path(options.data).stem}" if options.data else ""
         tell(f"{here}: {100 * result.accuracy:.2f} %{images}{printed}, at scale {options.scale:g}")
+        if results.made_no_pseudo_labels(path):
+            tell(f"{here}: no pseudo-label was made, because the mask rate was 0 in every round")
         if result.stopped is not None and result.stopped_by is not None:
             raise round_loop.SweepInterrupted(result.stopped, result.stopped_by)
     if failed is not None:

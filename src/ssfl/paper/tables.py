@@ -42,7 +42,8 @@ def lines(rows: Sequence[Row], results: Sequence[PaperResult]) -> list[dict[str,
 
 def _head(row: Row, run: PaperRun) -> dict[str, Any]:
     """Returns the first columns of a line: row number, settings, name of the run and published accuracy."""
-    return {"row": row.number, "setting": setting(run), "run": run.name, "published": run.published}
+    names = {"run": run.name, "paper_data": run.data}
+    return {"row": row.number, "setting": setting(run), **names, "published": run.published}
 
 
 def _ways(row: Row, run: PaperRun, results: Sequence[PaperResult]) -> list[dict[str, Any]]:
@@ -51,22 +52,31 @@ def _ways(row: Row, run: PaperRun, results: Sequence[PaperResult]) -> list[dict[
     points. It is None if the paper prints no accuracy, and if our run diverged, has changed settings or was a
     trial on digits."""
     ways = []
-    for way in means(one for one in results if one.name == run.name):
+    mine = [one for one in results if one.name == run.name]
+    for way in means(mine):
+        kind = way.fidelity, way.data, way.scale, way.changes
+        trained = next(one for one in mine if (one.fidelity, one.data, one.scale, one.changes) == kind)
         published = None if way.changes else run.published  # with changed settings, it is another experiment
         alike = way.accuracy is not None and way.data != "digits"  # a trial on digits is not comparable
         difference = (way.accuracy or 0) - published if alike and published is not None else None
         comparison = {"published": published, "difference": difference, "changes": list(way.changes)}
-        ways.append(_head(row, run) | asdict(way) | comparison)
+        ways.append(_head(row, run) | asdict(way) | comparison | {"setting": setting(run, trained)})
     return ways
 
 
-def setting(run: PaperRun) -> str:
+def setting(run: PaperRun, trained: PaperResult | None = None) -> str:
     """Returns the settings of a run as a short text with the paper's symbols, such as "FedAvg, svhn, K=10,
-    C=10"."""
-    words = [NAMES[run.method], run.data, f"K={run.users}", f"C={run.participants}"]
+    C=10". They are those of the paper. With a result (`trained`), they are those with which it was trained,
+    which may have other data, or fewer labels and users."""
+    data, users, skew, labels = run.data, run.users, run.skew, run.server_labels
+    if trained is not None:
+        key = "user_labels" if run.labels_at == "users" or run.method == "fixmatch" else "server_labels"
+        data, users = trained.data, trained.setting("split", "users", users)
+        skew, labels = trained.setting("split", "skew", skew), trained.setting("split", key, labels)
+    words = [NAMES[run.method], data, f"K={users}", f"C={run.participants}"]
     words += [f"S={run.groups}"] if run.groups else []
-    words += [f"R={run.skew:g}", f"T={run.period}"]
-    words += [f"Ns={run.server_labels}"] if run.server_labels else []
+    words += [f"R={skew:g}", f"T={run.period}"]
+    words += [f"Ns={labels}"] if labels else []
     words += [f"E={run.epochs}"] if run.epochs else []
     return ", ".join(words) + (", labels at the users" if run.labels_at == "users" else "")
 
@@ -76,6 +86,8 @@ def markdown(lines: Sequence[dict[str, Any]]) -> str:
     rows: list[tuple[str, ...]] = [HEAD]
     for line in lines:
         published = "–" if line["published"] is None else f"{line['published']:.2f}"
+        if line["published"] is not None and line.get("data") == "digits":
+            published += f" ({line['paper_data']})"
         if not line["seeds"]:
             rows.append((str(line["row"]), line["setting"], published, "not run", *["–"] * 5))
             continue
@@ -90,4 +102,19 @@ def markdown(lines: Sequence[dict[str, Any]]) -> str:
             str(line["row"]), line["setting"] + changes, published, ours, difference, f"{line['scale']:g}",
             str(line["seeds"]), line["fidelity"], line["data"],
         ))  # fmt: skip
-    return table(rows)
+    return "\n\n".join([table(rows), *_notes(lines)])
+
+
+def _notes(lines: Sequence[dict[str, Any]]) -> list[str]:
+    """Returns sentences to print below a table: which runs made no pseudo-label, so that their accuracy says
+    nothing about how the method uses unlabelled images."""
+    notes = []
+    for line in lines:
+        empty = line.get("without_pseudo_labels", 0)
+        if empty:
+            seeds = f" with {empty} of {line['seeds']} seeds" if line["seeds"] > 1 else ""
+            notes.append(
+                f"{line['setting']}, scale {line['scale']:g}: no pseudo-label was made{seeds}. The mask rate "
+                "was 0 in every round."
+            )
+    return notes

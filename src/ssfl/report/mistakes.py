@@ -1,11 +1,13 @@
 """The sections of a report that show a model's mistakes and its training images: the confusion matrix, the
 worst classes, example images, and weak and strong views."""
 
+from collections.abc import Sequence
+
 from ssfl.core.words import count
 from ssfl.report.blocks import Block, Cell, bars, half, heading, number, table, text
 from ssfl.report.gather import Run
 from ssfl.report.predictions import Seen
-from ssfl.report.words import is_relative
+from ssfl.report.words import threshold, threshold_rule
 from ssfl.runs.text import interval, percent
 
 MOST_CLASSES, WORST = 60, 10
@@ -93,9 +95,11 @@ def images(seen: Seen) -> list[Block]:
     return made
 
 
-def views(run: Run, seen: Seen) -> list[Block]:
-    """Returns the part of a report that shows training images next to their weak and strong views."""
-    method, mirrored = run.config.method, " and mirrored" if run.config.data.flip else ""
+def views(run: Run, seen: Seen, whose: str = "", others: Sequence[tuple[str, Run]] = ()) -> list[Block]:
+    """Returns the part of a report that shows training images next to their weak and strong views. In a
+    report on several runs, `whose` names the run that made the predictions. `others` has a run of each other
+    experiment, with the experiment's name; a sentence says which thresholds they use."""
+    mirrored = " and mirrored" if run.config.data.flip else ""
     sentence = (
         f"Training images, their weak views (shifted{mirrored}) and their strong views (in addition, two "
         "random operations and a grey square)."
@@ -105,20 +109,22 @@ def views(run: Run, seen: Seen) -> list[Block]:
             f"Training images and gentle views of them (rotated, zoomed and shifted a little{mirrored}, with "
             "other brightness and contrast). Weak and strong views are of the same kind."
         )
-    threshold = getattr(method, "threshold", None)
-    relative = ""
-    if threshold is not None and is_relative(method):
-        known = [value for _, value in run.series("labelled_confidence")]
-        relative = f" ({threshold:g} times the mean confidence on the labelled images)"
-        threshold = threshold * known[-1] if known else None
-    if threshold is not None and "strong" in method.uses():
+    sentence += f" The images and predictions are those of {whose}." if whose else ""
+    least, rule = threshold(run), threshold_rule(run)
+    if rule:
+        now = "" if least is None or f"{least:.3g}" == rule else f" (in the last round: {least:.3g})"
         sentence += (
-            " The prediction for the first weak view is the pseudo-label of a strong view if its "
-            f"confidence is at least {threshold:.3g}{relative}."
+            f" {'There, the' if whose else 'The'} prediction for the first weak view is the pseudo-label of "
+            f"a strong view if its confidence is at least {rule}{now}."
         )
-    items = [
-        {**item, "counts": threshold is not None and item["confidence"] >= threshold} for item in seen.views
-    ]
+    rules: dict[str, list[str]] = {}
+    for name, other in others:
+        rules.setdefault(threshold_rule(other), []).append(name)
+    for other_rule, names in rules.items():
+        if other_rule and other_rule != rule:
+            sentence += f" With {', '.join(names)}, it must be at least {other_rule}."
+    counts = None if least is None else [item["confidence"] >= least for item in seen.views]
+    items = [{**item, "counts": counts and counts[k]} for k, item in enumerate(seen.views)]
     title = "Weak and strong views of the same images"
     return [text(sentence), {"kind": "views", "figure": "views", "title": title, "items": items}]
 

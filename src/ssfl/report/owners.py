@@ -3,6 +3,8 @@ the expected accuracy of each user, and the groups in each round. The charts wor
 100,000."""
 
 from collections import Counter
+from collections.abc import Sequence
+from statistics import median
 
 from ssfl.core.events import Event
 from ssfl.core.words import count
@@ -111,12 +113,10 @@ def _variety(run: Run, rows: list[list[float | None]]) -> Block:
 def expected(run: Run) -> list[Block]:
     """Returns the part of a report that shows each user's expected accuracy on new images like its own. It is
     the mean of the test accuracies of the classes, weighted by the user's number of images of each class."""
-    shares = {user: _mixed(row, run.class_accuracy) for user, row in enumerate(run.user_classes)}
-    known = {user: share for user, share in shares.items() if share is not None}
+    known = _expected(run)
     if not known:
         return []
-    ranked = sorted(known.values())
-    middle = (ranked[(len(ranked) - 1) // 2] + ranked[len(ranked) // 2]) / 2
+    ranked, middle = sorted(known.values()), median(known.values())
     sentence = (
         "On new images with the same classes as a user's own, the expected accuracy is "
         f"{percent(ranked[0])} to {percent(ranked[-1])}, with a median of {percent(middle)}. It is the mean "
@@ -127,6 +127,33 @@ def expected(run: Run) -> list[Block]:
     title = "Accuracy on images like each user's own"
     note = f"{len(chosen)} of {run.users:,} users, evenly spaced." if len(chosen) < run.users else ""
     return [text(sentence), bars("accuracy-by-user", title, items, "percent", note)]
+
+
+def _expected(run: Run) -> dict[int, float]:
+    """Returns the expected accuracy of each user, from 0 to 1. Users for which it is unknown are left out."""
+    shares = {user: _mixed(row, run.class_accuracy) for user, row in enumerate(run.user_classes)}
+    return {user: share for user, share in shares.items() if share is not None}
+
+
+def ranges(runs: Sequence[Run]) -> list[str]:
+    """Returns sentences that give the smallest and the largest values over several runs of one experiment:
+    the number of images of a user, the measured skew R, and the expected accuracy of a user."""
+    facts = []
+    sizes = [numbers(run.split.get("size_quartiles")) for run in runs]
+    known = [value for quartiles in sizes if len(quartiles) == 5 for value in quartiles if value is not None]
+    if known:
+        facts.append(f"the users have {min(known):,.0f} to {max(known):,.0f} images each")
+    skews = [skew for run in runs if (skew := finite(run.split.get("measured_skew"))) is not None]
+    if skews:
+        low, high = f"{min(skews):.4f}", f"{max(skews):.4f}"
+        facts.append(f"the measured R is {low}{f' to {high}' if high != low else ''}")
+    shares = [share for run in runs for share in _expected(run).values()]
+    if shares:
+        facts.append(f"the expected accuracy of a user is {percent(min(shares))} to {percent(max(shares))}")
+    if not facts:
+        return []
+    last = f", and {facts[-1]}" if len(facts) > 1 else facts[0]
+    return [f"Over all runs of this experiment, {', '.join(facts[:-1])}{last}."]
 
 
 def _mixed(row: list[float | None], each: list[float | None]) -> float | None:

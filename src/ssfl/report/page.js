@@ -20,12 +20,14 @@
 
   function views(block) {
     const head = ["image", ...block.items[0].weak.map((_, k) => `weak ${k + 1}`),
-      ...block.items[0].strong.map((_, k) => `strong ${k + 1}`), "pseudo-label of weak 1"];
+      ...block.items[0].strong.map((_, k) => `strong ${k + 1}`), "prediction for weak 1"];
     const rows = block.items.map((item) => el("tr", {},
       [item.image, ...item.weak, ...item.strong].map((one, k) => el("td", {}, image(one, `${head[k]} of ${item.true ?? "an image"}`))),
       el("td", {}, el("div", {}, `${item.predicted}, confidence ${show("percent", item.confidence)}`),
-        el("div", { class: "soft" }, (item.counts ? "used" : "not used, confidence below the threshold")
-          + (item.true === null ? "" : item.true === item.predicted ? "; correct" : `; wrong, true: ${item.true}`)))));
+        el("div", { class: "soft" }, [
+          item.counts === null ? null : item.counts ? "used" : "not used, confidence below the threshold",
+          item.true === null ? null : item.true === item.predicted ? "correct" : `wrong, true: ${item.true}`,
+        ].filter((word) => word !== null).join("; ")))));
     return el("div", { class: "scroll views", tabindex: "0", role: "region", "aria-label": block.title }, el("table", {},
       el("thead", {}, el("tr", {}, head.map((name) => el("th", { scope: "col" }, name)))), el("tbody", {}, rows)));
   }

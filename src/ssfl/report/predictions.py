@@ -98,14 +98,32 @@ def look(run: Run, loader: Loader) -> Seen | str:
             f"{run.config.run.test!r})."
         )
     try:
+        _require_loadable(run)
         data = loader.dataset(run)
         model, at = _model(run, data)
         return _seen(run, data, model, at, loader) if len(data.test_labels) else _folded(run, data, model, at)
     except (SsflError, OSError) as error:
         why = one_line(error)
-        if outside.is_outside(run.config.model.name):
-            warn_user(f"the report has no images of {run.path}: {why}")
+        if outside.is_outside(run.config.model.name) or outside.is_outside(run.config.data.name):
+            warn_user(
+                f"the report has no confusion matrix, test images and training views of {run.path}: {why}"
+            )
         return f"There are no images and no confusion matrix: {why}."
+
+
+def _require_loadable(run: Run) -> None:
+    """Raises if the images or the network of the run were passed from Python. The message says what to do in
+    the next run, because a report has no way to receive them."""
+    names = {"data": run.config.data.name, "model": run.config.model.name}
+    nouns = {"data": "the images (data=...)", "model": "the network (model=...)"}
+    passed = [key for key, name in names.items() if name == outside.IN_MEMORY]
+    if passed:
+        what = " and ".join(nouns[key] for key in passed)
+        instead = " and ".join(f"{key}.name=FILE.py:function" for key in passed)
+        raise RunError(
+            f"a report cannot load what was passed from Python, here {what}. The next time, train with "
+            f"{instead}; then `ssfl report RUN --with FILE.py` shows them"
+        )
 
 
 def _model(run: Run, data: Dataset) -> tuple[Classifier, int]:

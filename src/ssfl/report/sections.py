@@ -2,11 +2,12 @@
 that differ only in their seeds."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from ssfl.config.loading import to_toml
-from ssfl.report import collapse, costs, mistakes, owners, several, words
+from ssfl.report import collapse, conclusion, costs, mistakes, owners, several, words
 from ssfl.report.blocks import Block, Cell, bars, half, heading, named, number, say, table, text
 from ssfl.report.gather import Points, Run, finite, numbers, thinned
 from ssfl.report.predictions import Loader, Seen, look
@@ -31,14 +32,21 @@ def make(runs: Sequence[Run]) -> list[dict[str, Any]]:
     owners, mistakes, images, views, costs and settings. Sections without content are left out."""
     families = several.families(runs)
     loader = Loader()
-    seen = [look(family.runs[0], loader) for family in families[:MOST_DETAILED]]
+    looks: dict[Path, Seen | str] = {}
+
+    def seen_by(run: Run) -> Seen | str:
+        if run.path not in looks:
+            looks[run.path] = look(run, loader)
+        return looks[run.path]
+
+    seen = [seen_by(family.runs[0]) for family in families[:MOST_DETAILED]]
     if len(runs) == 1:
         run = runs[0]
         first = [("verdict", "Verdict", _verdict(run)), ("accuracy", "Accuracy", _accuracy(run))]
         curves = _diversity(run)
     else:
         first = [
-            ("verdict", "Verdict", _standings(runs, families, seen)),
+            ("verdict", "Verdict", _standings(runs, families, seen_by)),
             ("accuracy", "Accuracy", _accuracies(families)),
             ("differences", "How the runs differ", _differences(runs)),
         ]
@@ -92,9 +100,12 @@ def _tiles(run: Run) -> list[tuple[str, ...]]:
     return [*tiles, ("measured R", f"{skew:.3f}")] if skew is not None else tiles
 
 
-def _standings(runs: Sequence[Run], families: Sequence[Family], seen: Sequence[Seen | str]) -> list[Block]:
+def _standings(
+    runs: Sequence[Run], families: Sequence[Family], seen: Callable[[Run], Seen | str]
+) -> list[Block]:
     """Returns the first section of a report on several runs. It says whether the best two experiments differ
-    clearly, warns about runs that collapsed, and has a table of the experiments."""
+    clearly, warns about runs that collapsed, and has a table of the experiments. `seen` returns the
+    predictions of a run, or a sentence that says why there are none."""
     heads = (
         "seeds",
         "accuracy",
@@ -111,7 +122,7 @@ def _standings(runs: Sequence[Run], families: Sequence[Family], seen: Sequence[S
         {"name": name, "value": fmean(values), "text": several.spread(values)}
         for name, values in ends.items()
     ]
-    blocks = [say("", line, False) for line in several.conclusion(families, seen)]
+    blocks = [say("", line, False) for line in conclusion.sentences(families, seen)]
     for run in runs:
         diagnosis = collapse.judge(run)
         blocks += [say(f"{run.name}: {diagnosis.head}", diagnosis.text, True)] if diagnosis.bad else []
@@ -141,7 +152,8 @@ def _standing(family: Family) -> list[str]:
         for key in ("mask_rate", "pseudo_accuracy")
     )
     spent = [costs.totals(run) for run in counted]
-    seeds = f"{len(counted)}" if all(run.finished for run in counted) else f"{len(counted)}, not finished"
+    seeds = f"{len({several.seed_of(run) for run in counted})}"
+    seeds += "" if all(run.finished for run in counted) else ", not finished"
     return [
         seeds,
         several.spread(family.ends),
@@ -276,22 +288,42 @@ def _owners(families: Sequence[Family]) -> list[Block]:
     first."""
     if len(families) == 1:
         run = families[0].runs[0]
-        return [*owners.holdings(run), *owners.expected(run), *owners.groups(run)]
+        seeds = _of_first(families[0])
+        return [*seeds, *owners.holdings(run), *owners.expected(run), *owners.groups(run)]
     made: list[Block] = []
     shown: dict[str, str] = {}
     for place, family in enumerate(families[:MOST_DETAILED], 1):
         run = family.runs[0]
-        same = shown.setdefault(repr(run.split), family.name)
+        same = shown.setdefault(repr(run.split), run.name)
         held = (
             owners.holdings(run)
-            if same == family.name
+            if same == run.name
             else [text(f"The owners have the same images as in {same}.")]
         )
         made += [
             heading(family.name),
+            *_of_first(family),
             *named([*held, *owners.expected(run), *owners.groups(run)], f"{place}-"),
         ]
     return made
+
+
+def _of_first(family: Family) -> list[Block]:
+    """Returns a list with a text that names the run whose owners are shown, and gives the ranges over the
+    seeds. The list is empty if the experiment has only one run."""
+    if len(family.runs) == 1:
+        return []
+    shown = f"Numbers and charts below are only of {_run_of(family)}."
+    return [text(" ".join([shown, *owners.ranges(family.runs)]))]
+
+
+def _run_of(family: Family) -> str:
+    """Returns the name of the run that represents an experiment in details. If there are several runs, it
+    says so, as in "alone-seed1 (run.seed = 1), the first of 3 seeds"."""
+    run = family.runs[0]
+    if len(family.runs) == 1:
+        return run.name
+    return f"{run.name} (run.seed = {run.config.run.seed}), the first of {family.size}"
 
 
 def _detailed(
@@ -308,12 +340,13 @@ def _detailed(
     views: list[Block] = []
     for place, (family, seen) in enumerate(zip(families, seen_of_families, strict=False), 1):
         run = family.runs[0]
-        head, prefix = ([], "") if alone else ([heading(run.name)], f"{place}-")
+        head, prefix = ([], "") if alone else ([heading(_run_of(family))], f"{place}-")
         wrong += [*head, *named(mistakes.confusion(run, seen), prefix)]
         if not isinstance(seen, str):
+            others = [(other.label, other.runs[0]) for other in families if other is not family]
             shown = mistakes.images(seen)
             images += [*head, *named(shown, prefix)] if shown else []
-            views = views or mistakes.views(run, seen)
+            views = views or mistakes.views(run, seen, "" if alone else _run_of(family), others)
     if len(families) > MOST_DETAILED:
         wrong.append(text(f"Shown for the first {MOST_DETAILED} of {len(families)} experiments."))
     return [

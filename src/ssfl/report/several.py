@@ -1,21 +1,20 @@
 """Compares several runs. Runs that differ only in their seeds are grouped into one experiment."""
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from ssfl.core import statistics
 from ssfl.report.gather import Points, Run, settings, thinned
-from ssfl.report.predictions import Seen
+from ssfl.runs import folder
 from ssfl.runs.text import interval
 
 _BESIDE = ("split.seed", "data.root", "data.download")
 """Settings that may differ between runs of the same experiment. All settings of the section [run] may differ
 too."""
-_TRAINING = ("federation.rounds", "federation.epochs", "federation.period", "train.batch_size")
-"""Settings that determine how long a run trains. Runs that compare methods should not differ in them."""
+_SEPARATORS = "-_. /="
 
 
 @dataclass(frozen=True)
@@ -23,8 +22,35 @@ class Family:
     """An experiment: one or more runs that differ at most in their seeds, in the section [run] and in where
     the data are stored. All their other settings are the same."""
 
-    name: str
+    label: str
+    """What the runs have in common, for sentences: the beginning of their names, or the name of a single
+    run."""
     runs: list[Run]
+
+    @property
+    def name(self) -> str:
+        """The label, with the number of seeds if there are several runs."""
+        return f"{self.label}, {self.size}" if len(self.runs) > 1 else self.label
+
+    @property
+    def size(self) -> str:
+        """The number of runs as text, such as "3 seeds". If some runs have the same seeds, it is "3 runs"."""
+        alike = len({seed_of(run) for run in self.runs}) < len(self.runs)
+        return f"{len(self.runs)} {'runs' if alike else 'seeds'}"
+
+    @property
+    def diverged(self) -> int:
+        """How many of the runs diverged. The means leave them out."""
+        return sum(folder.broke_down(run.path) is not None for run in self.runs)
+
+    @property
+    def by_seed(self) -> dict[tuple[int, int], list[Run]]:
+        """The runs of `counted` that have an accuracy, by their seeds (see `seed_of`)."""
+        seeds: dict[tuple[int, int], list[Run]] = {}
+        for run in self.counted:
+            if run.judged:
+                seeds.setdefault(seed_of(run), []).append(run)
+        return seeds
 
     @property
     def counted(self) -> list[Run]:
@@ -69,56 +95,6 @@ class Family:
         return series
 
 
-def conclusion(families: Sequence[Family], seen: Sequence[Seen | str]) -> list[str]:
-    """Returns a list with a sentence that says whether the best two experiments differ clearly. A second
-    sentence warns if the comparison of their methods is not fair. Each experiment is represented by its first
-    run, and the two runs are compared on the same test images.
-
-    Only finished runs on the same data are compared. If fewer than two experiments have such a run, the list
-    is empty. `seen` has the predictions for each experiment, or a sentence that says why there are none.
-    """
-    known = [
-        (sum(look.correct), family, look)
-        for family, look in zip(families, seen, strict=False)
-        if not isinstance(look, str) and look.correct and family.runs[0].finished
-    ]
-    known = [one for one in known if one[2].source == known[0][2].source]
-    if len(known) < 2:
-        return []
-    (_, first, best), (_, second, other) = sorted(known, key=lambda one: -one[0])[:2]
-    pair = statistics.paired(best.correct or [], other.correct or [])
-    low, high = (100 * end for end in pair.interval)
-    between = f"95 % interval of the difference: {low:+.1f} to {high:+.1f} percentage points".replace(
-        "-", "−"
-    )
-    numbers = (
-        f"{first.runs[0].name} has {pair.correct:,} correct, {second.runs[0].name} {pair.other_correct:,}"
-    )
-    unequal = _unequal(first.runs[0], second.runs[0])
-    if low > 0:
-        better = f"Of {pair.count:,} test images, {numbers}: {first.runs[0].name} is better ({between})."
-        return [better, *unequal]
-    too_few = f"{pair.count:,} test images are too few to tell the best two apart"
-    verdict = too_few if pair.count < statistics.FEW else "The best two do not clearly differ"
-    of = "" if pair.count < statistics.FEW else f"of {pair.count:,} test images, "
-    return [f"{verdict}: {of}{numbers} ({between}).", *unequal]
-
-
-def _unequal(one: Run, other: Run) -> list[str]:
-    """Returns a list with one sentence that warns if runs of two methods also differ in their split or in the
-    length of training, so that they do not compare the methods alone. Otherwise the list is empty."""
-    if one.config.method.name == other.config.method.name:
-        return []
-    unequal = [
-        f"{key} ({mine} and {theirs})"
-        for key, (mine, theirs) in differences([one, other])
-        if key.startswith("split.") or key in _TRAINING
-    ]
-    if not unequal:
-        return []
-    return [f"These two runs do not compare the methods alone: they also differ in {', '.join(unequal)}."]
-
-
 def families(runs: Sequence[Run]) -> list[Family]:
     """Returns the runs grouped into experiments, in the order of the runs."""
     alike: dict[str, list[Run]] = {}
@@ -126,13 +102,17 @@ def families(runs: Sequence[Run]) -> list[Family]:
         alike.setdefault(repr(_experiment(run)), []).append(run)
     named: list[Family] = []
     for members in alike.values():
-        name = members[0].name
+        label = members[0].name
         if len(members) > 1:
-            shared = _beginning([run.name for run in members]).rstrip("-_. /0123456789")
-            name = f"{shared or members[0].config.method.name}, {len(members)} seeds"
-        taken = {family.name for family in named}
-        named.append(Family(name if name not in taken else f"{name} ({members[0].name})", members))
+            label = _common([run.name for run in members]) or members[0].config.method.name
+        taken = {family.label for family in named}
+        named.append(Family(label if label not in taken else f"{label} ({members[0].name})", members))
     return named
+
+
+def seed_of(run: Run) -> tuple[int, int]:
+    """Returns the seeds of a run: that of the training (run.seed) and that of the split (split.seed)."""
+    return run.config.run.seed, run.config.split.seed
 
 
 def _experiment(run: Run) -> dict[str, Any]:
@@ -177,11 +157,16 @@ def distinct(paths: Sequence[Path]) -> dict[Path, str]:
     return {path: str(path) for path in unique}
 
 
-def _beginning(names: Sequence[str]) -> str:
-    """Returns the longest text with which all names begin."""
+def _common(names: Sequence[str]) -> str:
+    """Returns the longest text with which all names begin, such as "anchored-lr0.09" for runs that are called
+    anchored-lr0.09-seed1 and anchored-lr0.09-seed2. The word "seed", digits of the seed, and separators at
+    its end are left out. It is empty if nothing is left."""
     first, last = min(names), max(names)
     same = [one == other for one, other in zip(first, last, strict=False)]
-    return first[: same.index(False) if False in same else len(same)]
+    text = first[: same.index(False) if False in same else len(same)]
+    if any(name[len(text) :][:1].isdigit() for name in names):
+        text = text.rstrip("0123456789")  # seeds 10 and 11 begin with the same digit
+    return re.sub(r"seeds?$", "", text.rstrip(_SEPARATORS), flags=re.IGNORECASE).rstrip(_SEPARATORS)
 
 
 def _told(value: Any) -> str:

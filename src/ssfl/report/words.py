@@ -16,6 +16,10 @@ _EPSILONS = {
 }
 
 
+_BY_CLASS = ("flexmatch", "cbafed")
+"""The built-in methods that compute a threshold for each class from their setting `threshold`."""
+
+
 def question(run: Run) -> str:
     """Returns the question that a run answers, as a sentence made from its config."""
     split, method = run.config.split, run.config.method
@@ -162,10 +166,9 @@ def _method(config: Config) -> list[str]:
     """Returns sentences that describe the method and its main settings."""
     method, groups = config.method, config.federation.groups or 1
     sentences = [f"The method is {method.name}: {' '.join((type(method).__doc__ or '').split())}"]
-    threshold = getattr(method, "threshold", None)
-    if threshold is not None:
-        relative = " times the mean confidence on the labelled images" if is_relative(method) else ""
-        sentences.append(f"A pseudo-label is used if its confidence is at least {threshold:g}{relative}.")
+    rule = _rule(method)
+    if rule:
+        sentences.append(f"A pseudo-label is used if its confidence is at least {rule}.")
     if groups > 1 and method.start == "group":
         sentences.append(
             f"In every round the users are divided at random into {groups} groups. Each group has its own "
@@ -177,7 +180,43 @@ def _method(config: Config) -> list[str]:
     return sentences
 
 
-def is_relative(method: Method) -> bool:
+def threshold(run: Run) -> float | None:
+    """Returns the confidence from which a prediction for a weak view was used as the pseudo-label of a strong
+    view. With a relative threshold, it is that of the last round. Returns None if the method uses no such
+    pseudo-labels, has no setting `threshold`, or has a different threshold for each class."""
+    method = run.config.method
+    value = getattr(method, "threshold", None)
+    if not threshold_rule(run) or not isinstance(value, int | float) or method.name in _BY_CLASS:
+        return None
+    if not _is_relative(method):
+        return value
+    known = run.series("labelled_confidence")
+    return value * known[-1][1] if known else None
+
+
+def threshold_rule(run: Run) -> str:
+    """Returns the end of a sentence that says which confidence a prediction for a weak view needs to be used
+    as the pseudo-label of a strong view, such as "0.8". It is empty if the method uses no such pseudo-labels
+    or has no setting `threshold`."""
+    method = run.config.method
+    if not method.trains_users or "labels" in method.needs() or "strong" not in method.uses():
+        return ""
+    return _rule(method)
+
+
+def _rule(method: Method) -> str:
+    """Returns the confidence that a pseudo-label needs, as the end of a sentence; "" if the method has no
+    setting `threshold`."""
+    value = getattr(method, "threshold", None)
+    if not isinstance(value, int | float):
+        return ""
+    if method.name in _BY_CLASS:
+        return f"the threshold of its class, which the method computes from method.threshold = {value:g}"
+    relative = " times the mean confidence on the labelled images" if _is_relative(method) else ""
+    return f"{value:g}{relative}"
+
+
+def _is_relative(method: Method) -> bool:
     """Returns whether the method's threshold is a multiple of the mean confidence on labelled images, rather
     than a confidence itself."""
     return bool(getattr(method, "relative", False))
