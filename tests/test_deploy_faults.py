@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from sklearn.datasets import load_digits
 
 from ssfl.cli import main
-from ssfl.deploy import connection, keys
+from ssfl.deploy import certificates, connection, keys
 from ssfl.deploy.port import LOG
 from ssfl.errors import DataError, SsflError
 from ssfl.report import gather
@@ -272,7 +272,7 @@ def expired(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             return cls(2015, 1, 1, tzinfo=UTC)
 
     with monkeypatch.context() as changed:
-        changed.setattr(keys, "datetime", Past)
+        changed.setattr(certificates, "datetime", Past)
         keys.init(tmp_path / "expired", [])
         keys.add(tmp_path / "expired", "aachen")
     return tmp_path / "expired"
