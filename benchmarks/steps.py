@@ -1,21 +1,25 @@
 """Measures the time of one training step of all users on this machine, and the least work that a step needs.
 
-  python -m benchmarks.steps [--only NAME ...] [--users C ...] [--device D] [--leave GB] [--json FILE]
+  python -m benchmarks.steps [--only NAME ...] [--users C ...] [--device D] [--leave GB] [--profile]
+                             [--json FILE]
 
 A step trains on B = 64 images of each of C users. It consists of the choice of images, the weak view and its
 forward pass, the strong view with forward and backward pass, and the optimizer. It is timed on the host over
-whole rounds of 16 steps, including the wait for the device.
+whole rounds of 16 steps, including the wait for the device. `--profile` then shows in which kernels the time
+of the users' steps, of the server's steps and of an evaluation is spent.
 """
 
 import argparse
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import report
@@ -84,19 +88,24 @@ def make(case: Case, device: str, folder: Path) -> Simulation:
     )  # fmt: skip
 
 
-def measure(case: Case, device: str, folder: Path, rounds: int, ballast: int) -> dict[str, Any]:
+def wait() -> None:
+    """Waits until the GPU, if there is one, has finished its work."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def measure(
+    case: Case, device: str, folder: Path, rounds: int, ballast: int, profiled: bool = False
+) -> dict[str, Any]:
     """Returns the times of one case: milliseconds of a step of all users, of a step of the server, of a whole
     round and of an evaluation. Also returns the seconds of the first round, the peak GPU memory, and the
     least work (`floor`).
 
-    `ballast` is the number of bytes that were allocated to make the GPU's memory smaller.
+    `ballast` is the number of bytes that were allocated to make the GPU's memory smaller. With `profiled`,
+    the result also has the kernels of each part of a round.
     """
 
-    def wait() -> None:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-
-    def timed(action: Any) -> list[float]:
+    def timed(action: Callable[[], Any]) -> list[float]:
         spent = []
         for _ in range(rounds):
             wait()
@@ -124,9 +133,14 @@ def measure(case: Case, device: str, folder: Path, rounds: int, ballast: int) ->
         users, server = sim.plan.users_work(1, cohort).of(part), sim.plan.server_work(1)
         rows = state.streams[list(cohort.streams[part])]
         rest = torch.zeros_like(rows[:, : sim.layout.weights])
-        together = timed(lambda: sim.engine.train(rows, rest, users))
-        alone = timed(lambda: sim.engine.train(state.average[None], rest[:1], server))
-        evaluation = timed(lambda: sim.evaluate(state))
+        parts: dict[str, Callable[[], Any]] = {
+            "users": lambda: sim.engine.train(rows, rest, users),
+            "server": lambda: sim.engine.train(state.average[None], rest[:1], server),
+            "evaluation": lambda: sim.evaluate(state),
+        }
+        together, alone, evaluation = map(timed, parts.values())
+        peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
+        spent = {name: kernels(part) for name, part in parts.items()} if profiled else None
     slices = case.users / len(rows)
     result = {
         "model": case.model, "norm": case.norm, "users": case.users, "engine": case.engine,
@@ -138,10 +152,37 @@ def measure(case: Case, device: str, folder: Path, rounds: int, ballast: int) ->
         "evaluation_ms": statistics.median(evaluation), "first_round_s": first,
         **floor(case, sim),
     }  # fmt: skip
-    if torch.cuda.is_available():
-        result["gpu_memory_gb"] = (torch.cuda.max_memory_allocated() - ballast) / 1e9
+    if peak is not None:
+        result["gpu_memory_gb"] = (peak - ballast) / 1e9
         torch.cuda.reset_peak_memory_stats()
-    return result
+    return result | ({"kernels": spent} if spent else {})
+
+
+def kernels(part: Callable[[], Any], repeats: int = 3) -> list[dict[str, Any]]:
+    """Returns the kernels that run in a part of a round, those that take the most time first: the name, the
+    milliseconds in one execution of the part, and how often the kernel is called in it. On a CPU, these are
+    torch's operations.
+
+    The profiler makes small kernels a little slower, so the sum is not exactly the time of the part.
+    """
+    part()
+    wait()
+    gpu = torch.cuda.is_available()
+    with profile(activities=[ProfilerActivity.CUDA if gpu else ProfilerActivity.CPU]) as seen:
+        for _ in range(repeats):
+            part()
+        wait()
+    device = "CUDA" if gpu else "CPU"
+    rows = [
+        {
+            "kernel": event.key,
+            "ms": (event.self_device_time_total if gpu else event.self_cpu_time_total) / 1000 / repeats,
+            "calls": event.count / repeats,
+        }
+        for event in seen.key_averages()
+        if event.device_type.name == device
+    ]
+    return sorted(rows, key=lambda row: -row["ms"])
 
 
 def floor(case: Case, sim: Simulation) -> dict[str, float]:
@@ -186,6 +227,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7, help="the number of timed rounds")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--leave", type=float, help="leave only this many GB of the GPU's memory free")
+    parser.add_argument("--profile", action="store_true", help="show which kernels take the time")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     ballast = torch.empty(0, dtype=torch.int8)
@@ -198,10 +240,10 @@ def main() -> None:
             for users in options.users or [CASES[name].users]:
                 case = replace(CASES[name], users=users)
                 place = Path(folder) / "x".join(map(str, case.shape))
-                rows.append(
-                    {"name": name} | measure(case, options.device, place, options.rounds, len(ballast))
+                row = {"name": name} | measure(
+                    case, options.device, place, options.rounds, len(ballast), options.profile
                 )
-                row = rows[-1]
+                rows.append(row)
                 print(
                     f"{name:20} C={users:<4} {row['step_ms']:8.3f} ms/step  "
                     f"server {row['server_step_ms']:.3f}  round {row['round_ms']:.1f} ms  "
@@ -210,6 +252,10 @@ def main() -> None:
                     f"{row['gigabyte']:.2f} GB  memory {row.get('gpu_memory_gb', 0):.1f} GB",
                     flush=True,
                 )
+                for part, spent in row.get("kernels", {}).items():
+                    print(f"  {part}: {sum(one['ms'] for one in spent):.2f} ms under the profiler")
+                    for one in spent[:10]:
+                        print(f"  {one['ms']:10.2f} ms  {one['calls']:7.0f} calls  {one['kernel'][:80]}")
     if options.json:
         where = {"device": device_name(torch.device(options.device)), "torch": torch.__version__}
         report.save(options.json, report.circumstances("benchmarks.steps") | where | {"rows": rows})

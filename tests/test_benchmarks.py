@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import peers, plots, robustness, turns, variants
+from benchmarks import peers, plots, robustness, steps, turns, variants
 from ssfl.models import networks
 from waiting import descendants
 
@@ -201,3 +201,19 @@ def test_a_folder_without_the_benchmark_is_no_version(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert str(tmp_path) in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU, kernels have other names")
+def test_a_profile_counts_the_calls_of_one_execution() -> None:
+    one = torch.ones(300, 300)
+
+    def part() -> None:
+        for _ in range(4):
+            one @ one
+        one.sum()
+
+    spent = steps.kernels(part)
+    calls = {row["kernel"]: row["calls"] for row in spent}
+    assert (calls["aten::mm"], calls["aten::sum"]) == (4, 1)
+    assert [row["ms"] for row in spent] == sorted((row["ms"] for row in spent), reverse=True)
+    assert spent[0]["ms"] > 0
