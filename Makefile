@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet --constraint constraints.txt
-LOCKED := $(BIN)/pip --disable-pip-version-check install --quiet --require-hashes --requirement
+LOCKED := $(BIN)/pip --disable-pip-version-check install --quiet --no-deps --require-hashes --requirement
 OWN := $(BIN)/pip --disable-pip-version-check install --quiet --no-deps --no-build-isolation --editable .
 # Two processes of one thread each: most tests cannot use a second core by themselves.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
@@ -72,11 +72,14 @@ $(VENV)-%/stamp: benchmarks/requirements-%.txt constraints.txt pyproject.toml
 $(BIN)/pip:
 	$(PYTHON) -m venv $(VENV)
 
-# torch after what it needs, so that pip takes nothing but torch (and a GPU's libraries) without a hash
+# torch after what it needs, so that pip takes nothing but torch (and a GPU's libraries) without a hash. The lock files
+# are complete, so pip need not choose versions: old ones of pip fail at that if a newer version of something whose extra
+# is needed appears. "pip check" ends with an error if anything is missing after all.
 $(VENV)/%.stamp: requirements-%.lock constraints.txt pyproject.toml | $(BIN)/pip
 	$(LOCKED) $<
 	$(PIP) torch==2.13.0
 	$(OWN)
+	$(BIN)/pip --disable-pip-version-check check
 	touch $@
 
 clean:
