@@ -7,7 +7,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import pytest
+import torch
 
 from ssfl import methods
 from ssfl.cli import explain
@@ -361,6 +363,14 @@ def test_overrides_may_be_a_dict(tmp_path: Path) -> None:
     }
     assert load_config("own", values) == load_config("own", texts)
     assert load_config("own", {"data.path": Path("7")}).data.path == "7"
+    for number in (np.float64(0.5), np.float32(0.5), torch.tensor(0.5)):
+        assert load_config("own", {"data.path": "x", "train.lr": number}).train.lr == 0.5
+    assert load_config("own", {"data.path": "x", "federation.rounds": np.int64(7)}).federation.rounds == 7
+    weights = load_config("own", {"data.path": "x", "split.mixtures": np.eye(2)}).split.mixtures
+    assert weights == ((1.0, 0.0), (0.0, 1.0))
+    with pytest.raises(ConfigError, match=r"train\.lr") as caught:
+        load_config("own", {"lr": 0.1})
+    assert (caught.value.key, "--set" in str(caught.value)) == ("lr", False)
     with pytest.raises(ConfigError, match=r"train\.lr"):
         load_config("own", {"data.path": "x", "train.lr": None})
     with pytest.raises(ConfigError, match=r"train\.lr"):

@@ -65,10 +65,14 @@ def test_the_public_functions_take_a_path_paths_or_an_array(
     assert one[0]["confidence"] == pytest.approx(expected[0]["confidence"], abs=1e-5)
     assert len(library.predict(trained, str(held / "0"))) == len(list((held / "0").iterdir()))
     pixels = np.stack([X[int(file.stem)] for file in files])
-    for images in (pixels, torch.from_numpy(pixels), pixels / np.float32(255)):
+    given = torch.from_numpy(pixels)
+    for images in (pixels, given, pixels / np.float32(255), list(pixels), list(given)):
         found = library.predict(trained, images)
         assert [row["image"] for row in found] == list(range(20))
         assert [row["class"] for row in found] == [row["class"] for row in expected]
+    assert library.predict(trained, np.array(files)) == expected
+    for wrong in (3, None, [3], [str(files[0]), pixels[0]], [Image.fromarray(pixels[0])]):
+        refusal(lambda wrong=wrong: library.predict(trained, wrong), "images")  # type: ignore[misc]
     larger = np.kron(pixels, np.ones((2, 2), np.uint8))
     assert len(library.predict(trained, larger)) == 20  # resized
     refusal(lambda: library.predict(trained, np.zeros((2, 8, 8, 3), np.uint8)), "images", "1x8x8", "3x8x8")

@@ -19,7 +19,7 @@ from conftest import Call
 from ssfl.config.loading import Config
 from ssfl.core import outside
 from ssfl.data import augment, inventory
-from ssfl.errors import ConfigError, RunError, SsflWarning
+from ssfl.errors import ConfigError, RunError, SsflWarning, warn_user
 from ssfl.runs import assemble
 
 Quick = Callable[..., Config]
@@ -465,10 +465,40 @@ def test_owners_can_be_named_image_by_image(short: Quick) -> None:
         found = data(users=users).dataset
         assert found.names == expected.names == ("a", "b", "c")
         assert [u.tolist() for u in found.users or ()] == [u.tolist() for u in expected.users or ()]
-    numbered = data(server=None, users=np.repeat([4, 7], 200)).dataset
-    assert numbered.names == ("4", "7")
+    assert found_users(data(users=(numbers for numbers in USERS))) == [u.tolist() for u in USERS]
     with pytest.raises(ConfigError, match="users has 399 names"):
         data(users=sites[1:])
+    for wrong in ([True] * 400, [0.5] * 400, [np.inf] * 400):
+        with pytest.raises(ConfigError) as caught:
+            data(users=np.array(wrong))
+        assert caught.value.key == "users"
+
+
+@pytest.mark.parametrize("where", ["elsewhere/a.py", "{package}_experiments/a.py"])
+def test_a_warning_names_the_line_that_called_ssfl(where: str) -> None:
+    path = where.format(package=Path(ssfl.__file__).parent)
+    with pytest.warns(SsflWarning) as told:
+        exec(compile("\n\nwarn('told')", path, "exec"), {"warn": warn_user})
+    assert (told[0].filename, told[0].lineno) == (path, 3)
+
+
+def found_users(given: ssfl.Data) -> list[list[int]]:
+    return [user.tolist() for user in given.dataset.users or ()]
+
+
+@pytest.mark.parametrize("missing", [None, float("nan"), np.nan, -1])
+@pytest.mark.parametrize("names", [(4, 7, 10), (4.0, 7.0, 10.0), ("4", "7", "a")])
+def test_images_may_have_no_owner_and_no_group(missing: Any, names: tuple[Any, ...]) -> None:
+    """Their order does not matter."""
+    owners = [missing] * 60 + [names[2]] * 100 + [names[0]] * 140 + [names[1]] * 50 + [missing] * 50
+    given = data(users=owners)
+    assert given.dataset.names == (("4", "7", "10") if names[2] != "a" else names)
+    assert found_users(given) == [list(range(160, 300)), list(range(300, 350)), list(range(60, 160))]
+    assert given.dataset.groups is None
+    groups = data(groups=owners).dataset.groups
+    assert groups is not None
+    assert len(set(groups.tolist())) == 3 + 60 + 50
+    assert len(set(groups[60:350].tolist())) == 3
 
 
 def test_images_of_one_group_are_held_out_together(short: Quick) -> None:

@@ -4,7 +4,7 @@ that was stopped ends in the same bytes."""
 import ast
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -332,3 +332,22 @@ def test_the_settings_of_a_method_object_are_checked(tmp_path: Path) -> None:
     assert folder.read_config(path).method == anchored(threshold=1.0)
     method = anchored(threshold=0.7)
     assert load_config("quickstart", SHORT, method=method).method is method
+
+
+@dataclass(frozen=True)
+class Declared(public.Method):
+    k: int = None  # type: ignore[assignment]
+    weights: tuple[float, ...] = (1.0, 2.0)
+
+
+@dataclass(frozen=True)
+class Listed(public.Method):
+    weights: list[float] = field(default_factory=list)
+
+
+def test_a_method_may_have_none_as_a_default_and_arrays_as_settings() -> None:
+    assert load_config("quickstart", SHORT, method=Declared()).method == Declared()
+    method = Declared(k=3, weights=np.array([1, 0.5]))  # type: ignore[arg-type]
+    assert load_config("quickstart", SHORT, method=method).method == Declared(3, (1.0, 0.5))
+    with pytest.raises(ConfigError, match=r"tuple\[float"):
+        load_config("quickstart", SHORT, method=Listed())

@@ -1,6 +1,7 @@
 """The errors that a user's input can cause. Each has a message of one line that says what to do, and an exit
 code."""
 
+import os
 import signal
 import sys
 import traceback
@@ -88,7 +89,7 @@ class DivergedError(SsflError):
 def warn_user(message: str) -> None:
     """Warns of something that does not stop a run. The warning names the line outside this package that
     called it."""
-    package, caller = str(Path(__file__).parent), 2
+    package, caller = f"{Path(__file__).parent}{os.sep}", 2
     for level, (frame, _) in enumerate(traceback.walk_stack(sys._getframe(1)), 2):
         if frame.f_code.co_filename.startswith(package):
             caller = level + 1

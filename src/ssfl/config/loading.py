@@ -76,7 +76,7 @@ def load_config(
     object replaces the section [method].
     """
     if isinstance(overrides, Mapping):
-        overrides = [f"{key}={_as_text(key, value)}" for key, value in overrides.items()]
+        overrides = [_as_text(key, value) for key, value in overrides.items()]
     return from_dict(read(source, overrides), method=method)
 
 
@@ -219,10 +219,10 @@ def checked_method(method: Any) -> "Method":
     """Returns a method object whose settings have the types that its class declares: a whole number becomes a
     float, for example. Raises for a setting that is not allowed, and for mistakes in the class."""
     known = methods.require(method)
-    values = {name: getattr(known, name) for name in limits_of(type(known))}
-    for name, value in values.items():
-        if type(value).__module__ == "numpy" and not getattr(value, "shape", (0,)):
-            values[name] = value.item()  # a number of numpy's
+    values = {name: _plain(getattr(known, name)) for name in limits_of(type(known))}
+    for field in dataclasses.fields(known):
+        if field.default is None and values.get(field.name, 0) is None:
+            del values[field.name]  # its type may leave out None
     typed = _section("method", type(known), values)
     changed = {
         name: getattr(typed, name)
@@ -458,17 +458,32 @@ def _allows(section: str, field: str, value: Any) -> bool:
     return True
 
 
-def _as_text(key: str, value: Any) -> str:
-    """Returns a value of a dict of overrides as TOML. Raises if a config cannot hold the value."""
-    value = str(value) if isinstance(value, Path) else tuple(value) if isinstance(value, list) else value
+def _as_text(key: Any, value: Any) -> str:
+    """Returns an item of a dict of overrides as a text `section.key=value`. Raises if it is no setting, or if
+    a config cannot hold the value."""
+    if not isinstance(key, str) or "." not in key:
+        homes = _homes(key) if isinstance(key, str) else []
+        example = f"{homes[0]}.{key}" if homes else "split.users"
+        raise ConfigError(
+            f"{key!r} is not the name of a setting: write section.key, such as {example!r}", key=str(key)
+        )
+    value = str(value) if isinstance(value, Path) else _plain(value)
     if not isinstance(value, str | bool | int | float | tuple):
         raise ConfigError(
             f"{key} = {value!r}: a config holds numbers, texts, true or false, and lists of these; leave a "
             "setting out to use its default",
-            key=str(key),
+            key=key,
             value=value,
         )
-    return _toml(value)
+    return f"{key}={_toml(value)}"
+
+
+def _plain(value: Any) -> Any:
+    """Returns a value with lists as tuples, and with the numbers and arrays of numpy or torch as plain
+    ones."""
+    if type(value).__module__.partition(".")[0] in ("numpy", "torch") and hasattr(value, "tolist"):
+        value = value.tolist()
+    return tuple(map(_plain, value)) if isinstance(value, list | tuple) else value
 
 
 def _word(value: Any) -> str:

@@ -126,6 +126,8 @@ def _in_words(hint: Any) -> str:
     if origin is typing.Literal:
         return f"one of {', '.join(map(str, inner))}"
     names = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
+    if hint is list or origin is list:
+        return "a tuple: declare it as one in the class, such as tuple[float, ...]"
     return names.get(hint, f"a {getattr(hint, '__name__', hint)}, which a config cannot hold")
 
 

@@ -30,7 +30,7 @@ def as_config_error(what: str) -> Iterator[None]:
         raise ConfigError(str(error), key=what) from error
 
 
-def _array(values: Any, what: str) -> NDArray[Any]:
+def as_array(values: Any, what: str) -> NDArray[Any]:
     """Returns an array, tensor or list as a numpy array; raises if that is not possible. `what` is the name
     of the argument, for the error message."""
     if isinstance(values, Tensor):
@@ -50,7 +50,7 @@ def _array(values: Any, what: str) -> NDArray[Any]:
 def image_tensor(values: Array, what: str) -> Tensor:
     """Returns images given as an array [N, H, W] or [N, H, W, C] as a uint8 tensor [N, C, H, W]. It is a
     copy, so later changes of the argument have no effect."""
-    array = _array(values, what)
+    array = as_array(values, what)
     if not array.size:
         raise ConfigError(f"{what} is empty: pass at least one image", key=what, value=0)
     with as_config_error(what):
@@ -87,7 +87,7 @@ def require_same_length(images: Tensor, labels: Index, what: str) -> None:
 def _labels(values: Array, what: str) -> NDArray[Any]:
     """Returns labels as an array [N] of int64, or of objects if there are class names. These objects are the
     names, and None for an image without a label. An argument of shape N x 1 is accepted too."""
-    array = _array(values, what)
+    array = as_array(values, what)
     if array.dtype.kind == "U":  # a list as objects, because numpy has turned a -1 among names into text
         array = np.array(values, dtype=object)
     if array.ndim == 2 and array.shape[1] == 1:
@@ -196,7 +196,7 @@ def coded_labels(labels: Array, names: tuple[str, ...], what: str) -> Index:
 def image_numbers(values: Array, count: int, what: str) -> Index:
     """Returns sorted image numbers, given image numbers in any order or a boolean mask over all `count`
     images."""
-    array = _array(values, what)
+    array = as_array(values, what)
     if array.dtype == bool:
         if array.shape != (count,):
             raise ConfigError(
@@ -226,40 +226,84 @@ def image_numbers(values: Array, count: int, what: str) -> Index:
 def by_owner(
     users: Sequence[Array] | Mapping[str, Array] | Array, count: int
 ) -> Sequence[Array] | Mapping[str, Array]:
-    """Returns the image numbers of each user. If `users` has the owner's name for each of all `count` images,
-    these are the numbers by name; None is no owner. Otherwise `users` is returned unchanged."""
+    """Returns the image numbers of each user. If `users` has the owner's name or number for each of all
+    `count` images, these are the image numbers by owner, sorted by name or number. Otherwise they are `users`
+    itself, as a list or dict."""
     if isinstance(users, Mapping):
         return users
-    values = users.tolist() if isinstance(users, np.ndarray | Tensor) else list(users)
-    if not values or not all(value is None or isinstance(value, str | int | np.generic) for value in values):
-        return users
+    values = _items(users)
+    if not values or not all(map(_is_scalar, values)):
+        return values
     if len(values) != count:
         raise ConfigError(
-            f"users has {len(values)} names or numbers, but there are {count} images: pass the owner of each "
-            "image (None for no owner), or a list with the image numbers of each user",
+            f"users has {len(values)} names or numbers, but there are {count} images, with those of "
+            "unlabelled: pass the owner of each image (None for no owner), or a list with the image numbers "
+            "of each user",
             key="users",
             value=len(values),
         )
-    owned: dict[str, list[int]] = {}
+    owned: dict[str | int, list[int]] = {}
     for number, value in enumerate(values):
-        if value is not None:
-            owned.setdefault(str(value), []).append(number)
-    return owned
+        owner = _name(value, "users")
+        if owner is not None:
+            owned.setdefault(owner, []).append(number)
+    return {str(owner): owned[owner] for owner in sorted(owned, key=lambda one: (isinstance(one, str), one))}
 
 
 def group_numbers(groups: Array, count: int) -> Index:
     """Returns a number for each of `count` images, equal for images of the same group. `groups` has a name or
-    number for each image."""
-    array = _array(groups, "groups")
-    if array.shape != (count,):
+    number for each image; an image without one is a group of its own."""
+    values = _items(groups)
+    if len(values) != count or not all(map(_is_scalar, values)):
+        shape = list(np.shape(groups)) if isinstance(groups, np.ndarray | Tensor) else [len(values)]
         raise ConfigError(
-            f"groups is an array of shape {list(array.shape)}, but there are {count} images: pass the "
-            "group's name or number for each of them",
+            f"groups is an array of shape {shape}, but there are {count} images, without those of "
+            "unlabelled: pass the group's name or number for each of them (None for no group)",
             key="groups",
-            value=list(array.shape),
+            value=shape,
         )
     numbers: dict[object, int] = {}
-    return np.array([numbers.setdefault(name, len(numbers)) for name in array.tolist()], np.int64)
+    for position, value in enumerate(values):
+        name = _name(value, "groups")
+        values[position] = numbers.setdefault((position,) if name is None else name, len(numbers))
+    return np.array(values, np.int64)
+
+
+def _items(values: Any) -> list[Any]:
+    """Returns the items of an array, tensor, column of a table, list or generator."""
+    return values.tolist() if isinstance(values, np.ndarray | Tensor) else list(values)
+
+
+def _is_scalar(value: Any) -> bool:
+    """Returns whether a value is a name, a number, or marks a missing one."""
+    return _is_missing(value) or isinstance(value, str | int | float | np.generic)
+
+
+def _is_missing(value: Any) -> bool:
+    """Returns whether a value is None, NaN, or what pandas uses for a missing value."""
+    return value is None or type(value).__name__ in ("NAType", "NaTType") or _is_nan(value)
+
+
+def _is_nan(value: Any) -> bool:
+    return isinstance(value, float | np.floating) and bool(np.isnan(value))
+
+
+def _name(value: Any, what: str) -> str | int | None:
+    """Returns the name or number of an owner or a group; None if the value is missing or -1. Tables turn
+    whole numbers into floats if some are missing, so 3.0 is 3."""
+    if _is_missing(value):
+        return None
+    if isinstance(value, str):
+        return str(value)
+    number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+    if not number or value % 1:
+        raise ConfigError(
+            f"{what}: {value} is of type {type(value).__name__}: pass names or whole numbers, and None for "
+            "an image without one",
+            key=what,
+            value=str(value),
+        )
+    return None if int(value) == -1 else int(value)
 
 
 def user_images(users: Sequence[Array] | Mapping[str, Array], count: int) -> Hands:
@@ -306,7 +350,7 @@ def per_channel(values: Sequence[float] | None, channels: int, what: str) -> tup
     also be above 0."""
     if values is None:
         return None
-    numbers = tuple(float(number) for number in np.atleast_1d(_array(values, what)).tolist())
+    numbers = tuple(float(number) for number in np.atleast_1d(as_array(values, what)).tolist())
     low = 0.0 if what == "std" else -np.inf
     if len(numbers) != channels or not all(np.isfinite(number) and number > low for number in numbers):
         above = " above 0" if what == "std" else ""
@@ -381,7 +425,7 @@ def _pixels(image: Any, what: str) -> NDArray[Any]:
             )
         image = np.asarray(image.convert("L" if image.mode in ("1", "L", "LA") else "RGB"))
     first = isinstance(image, Tensor)
-    array = _array(image, what)
+    array = as_array(image, what)
     if array.ndim == 2:
         return array[..., None]
     places = (0, 2) if first else (2, 0)

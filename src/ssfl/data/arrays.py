@@ -50,16 +50,17 @@ class Data:
     `unlabelled` has further images without labels, which are numbered after `images`.
 
     `server` is an array of image numbers: the server's labelled images. `users` is a list of such arrays, or
-    a dict of them by user name. It may also be a list or array with the name of the owner of each image, such
-    as its site or patient; None marks an image without an owner. No two owners may share an image. If you
-    leave out `server` or `users`, the
-    settings in [split] choose the images of the server or of the users. If you pass `users`, images without
-    an owner are not used. `validation` is an array of image numbers, or a pair (images, labels). `mean` and
-    `std` of each channel are measured unless you pass them.
+    a dict of them by user name. It may also be a list or array with the name or number of the owner of each
+    image, such as its site, also of those in `unlabelled`; None, NaN or -1 marks an image without an owner.
+    No two owners may share an image. If you leave out `server` or `users`, the settings in [split] choose the
+    images of the server or of the users. If you pass `users`, images without an owner are not used.
+    `validation` is an array of image numbers, or a pair (images, labels). `mean` and `std` of each channel
+    are measured unless you pass them.
 
-    `groups` has a name or number for each of the `images`, equal for images that belong together, such as
-    those of one patient. If the settings hold out images (data.validation, run.folds,
-    train.server_held_out), images of one group stay together.
+    `groups` has a name or number for each of the `images`, without those in `unlabelled`. It is equal for
+    images that belong together, such as those of one patient; None, NaN or -1 marks an image that belongs
+    with no other. If the settings hold out images (data.validation, run.folds, train.server_held_out), images
+    of one group stay together.
 
     `weak` and `strong` are augmentations: functions (uint8 images [N, C, H, W], draws [N, 16]) -> uint8
     images of the same shape. All their randomness must come from the draws: `ssfl.augment.uniform(draws[:,

@@ -80,7 +80,7 @@ def _grouped(files: Iterable[Path], key: Callable[[Path], Hashable]) -> list[lis
     for file in files:
         try:
             groups.setdefault(key(file), []).append(file)
-        except OSError:  # it was decoded earlier, and is now gone
+        except OSError:  # it cannot be read, which is reported when it is decoded
             continue
     return list(groups.values())
 

@@ -255,8 +255,9 @@ def doubts(folder: Path, files: Files) -> list[str]:
     ]
     if files.divided:
         lines.append(
-            f"{files.divided[0]} has so many copies that they cannot all be kept together: one may be in "
-            "training and another one held out, so the accuracy may be too high; remove the copies"
+            f"the copies of {files.divided[0]} are most of its class, so they are not kept together when "
+            "images are held out: one may be in training and another one held out, so the accuracy may be "
+            "too high; remove the copies"
         )
     lines += copies.warn_about(files.same, files.labelled, files.tested, files.unlabelled)
     return [line for line in lines if line]
@@ -281,8 +282,8 @@ def _kept_together(
     with the folder of its class, and `same` are groups of identical files. The dict is empty if no two images
     belong together.
 
-    The files of a group are not joined if more than half of a class would then belong together, and more than
-    before. The second result has one file of each of these groups.
+    Identical files are not joined if the joined group would have more than half of a class, and more of this
+    class than each of its parts. The second result has one of each such set of identical files.
     """
     class_of, patients = dict(homes), folds.subjects(homes)
     same = [copied for copied in ([f for f in each if f in class_of] for each in same) if len(copied) > 1]

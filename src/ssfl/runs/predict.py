@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ssfl.core import outside, progress, rows
 from ssfl.data import formats, gentle, sources
-from ssfl.data.array_checks import image_tensor
+from ssfl.data.array_checks import as_array, image_tensor
 from ssfl.data.dataset import WHITE
 from ssfl.data.formats import LARGEST
 from ssfl.errors import DataError, RunError, warn_user, with_class
@@ -286,7 +286,7 @@ def classifier_of(network: nn.Module, tensors: dict[str, Tensor], card: dict[str
 
 def predict(
     run: str | Path,
-    images: str | Path | Iterable[str | Path] | np.ndarray | Tensor,
+    images: str | Path | Iterable[str | Path] | np.ndarray | Tensor | Sequence[np.ndarray | Tensor],
     broken: list[str] | None = None,
     *,
     model: external.Factory | str | None = None,
@@ -295,23 +295,41 @@ def predict(
     folder, or a list of both; a folder stands for all image files in it. `run` and `model` are as in
     `load_model`.
 
-    `images` may also be an array, as for `ssfl.Data`: [N, H, W] or [N, H, W, C]. Then the dicts have "image",
-    the position in the array, instead of "file".
+    `images` may also be an array, as for `ssfl.Data`: [N, H, W] or [N, H, W, C], or a list of arrays [H, W]
+    or [H, W, C]. Then the dicts have "image", the position in the array or list, instead of "file".
 
     Raises if a file cannot be read. But if `broken` is a list, a line about the file is appended to it
     instead.
     """
+    images = _as_paths_or_array(images)
     classifier = load_model(run, model)
     if isinstance(images, np.ndarray | Tensor):
         return [
             {"image": number, **_prediction(classifier, shares)}
             for number, shares in enumerate(_of_array(classifier, images))
         ]
-    files = sources.image_files([images] if isinstance(images, str | Path) else images)
+    files = sources.image_files(images)
     return [
         {"file": str(file), **_prediction(classifier, shares)}
         for file, shares in probabilities(classifier, files, broken)
     ]
+
+
+def _as_paths_or_array(images: Any) -> list[str | Path] | np.ndarray | Tensor:
+    """Returns images that are given as files, folders or arrays as a list of paths, or as an array of images.
+    Raises if they are something else."""
+    if isinstance(images, Tensor) or (isinstance(images, np.ndarray) and images.dtype.kind not in "UO"):
+        return images
+    items = [images] if isinstance(images, str | Path) or not isinstance(images, Iterable) else list(images)
+    if items and all(isinstance(item, np.ndarray | Tensor) for item in items):
+        return as_array([as_array(item, "images") for item in items], "images")
+    for item in items:
+        if not isinstance(item, str | Path):
+            raise DataError(
+                f"images: cannot predict something of type {type(item).__name__}: pass image files, folders, "
+                "or an array [N, H, W] or [N, H, W, C]"
+            )
+    return items
 
 
 def _prediction(classifier: Classifier, shares: Tensor) -> dict[str, Any]:
