@@ -190,9 +190,7 @@ def test_the_verdict_compares_all_seeds_as_a_contest_does(folder: Path, tmp_path
         )
         for name, ones in scores.items()
     ]  # fmt: skip
-    behind = re.search(r"(\d+\.\d\d) \[(-\d+\.\d\d), (\d+\.\d\d)\]", texts.table(played))
-    assert behind
-    mean, low, high = behind.groups()
+    mean, between = standings.behind(played[1], played[0]).rstrip(")").split(" (")
     told = verdict(paths)
     assert told.startswith("The best two do not clearly differ: over 3 common seeds, ")
     assert f"of one-lr0.09 is {mean} percentage points higher than that of two-lr0.09" in told
