@@ -372,6 +372,13 @@ def test_folders_of_earlier_versions_and_without_diversity(folder: Path, tmp_pat
     page.contents([old, folder / "alone"])
 
 
+    for name in ("freematch", "alone"):  # without a threshold
+        first = tmp_path / name if name == "freematch" else folder / name
+        told, _ = views(first, tmp_path / "semifl")
+        assert told.endswith(
+            f"are those of {name}. With semifl, the prediction for a weak view becomes a pseudo-label if its "
+            "confidence is at least 0.95."
+        )
 def test_a_method_is_told_in_its_own_words(folder: Path) -> None:
     told = words(page.contents([folder / "grouping-1"]))
     assert f"The method is grouping: {Grouping.__doc__}" in told
