@@ -47,6 +47,12 @@ class PaperResult:
         """Returns a setting of the run from its config, or `default` if the file does not have it."""
         return self.whole.get("config", {}).get(section, {}).get(key, default)
 
+    def labels(self, run: PaperRun) -> int:
+        """Returns the number of labelled images, at the server or at the users, with which this result of
+        `run` was trained; 0 if no number is set."""
+        at_users = run.labels_at == "users" or run.method == "fixmatch"
+        return self.setting("split", "user_labels" if at_users else "server_labels", run.server_labels) or 0
+
 
 @dataclass(frozen=True)
 class Mean:
