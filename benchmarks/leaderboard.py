@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from ssfl.contest import texts
-from ssfl.contest.standings import GUESSING, ZERO
+from ssfl.contest.standings import GUESSING
 from ssfl.core.statistics import mean_difference
 from ssfl.models import backbones
 from ssfl.runs.provenance import ROOT
+from ssfl.runs.text import difference
 
 FILES = ROOT / "results" / "leaderboard"
 PAGE = ROOT / "docs" / "leaderboard.md"
@@ -47,8 +48,8 @@ Each section has two tables. The first has the accuracies, the second the amount
   number of user images is the length of training.
 - **Accuracy** is measured on the test images after the last round. It is the mean and standard deviation
   over seeds. A seed sets the split, the initial weights and the random draws, the same for every method.
-- **The interval** is Student's t over the seeds. If it contains 0, these seeds cannot tell the method from
-  the first one.
+- **The interval** is Student's t over the seeds. If it contains 0, these seeds cannot distinguish the method
+  from the first one.
 - **A run has diverged** if its loss or an update was not finite. The mean of a method is only over its runs
   that did not diverge. A line below the table names each method with a diverged run.
 - **A run has collapsed** if it ended more than ten points below its own best validation accuracy, or if
@@ -203,7 +204,7 @@ def _tables(contests: Sequence[tuple[str, dict[str, Any]]]) -> str:
     rows = _merged([Row(one, (name,)) for name, contest in contests for one in contest["standings"]])
     rows.sort(key=lambda row: (row.standing["diverged"] > 0, -(row.standing["mean"] or 0.0)))
     accuracy = [_accuracy(row, None if row is rows[0] else rows[0]) for row in rows]
-    notes = [f"- {line}.\n" for row in rows for line in _notes(row)]
+    notes = [f"- {line}\n" for row in rows for line in _notes(row)]
     first = f"{_markdown(ACCURACY, accuracy)}\n\n{''.join(notes)}"
     return first + "\n" * bool(notes) + _markdown(WORK, [_work(row) for row in rows])
 
@@ -265,14 +266,7 @@ def _between(first: Row, other: Row) -> str:
     """Returns as text how many percentage points the first method is better than the other, with the 95 %
     interval over their common seeds."""
     gap = mean_difference(first.accuracies, other.accuracies)
-    if gap is None:
-        return "no common seed"
-    mean, half = gap
-    return (
-        f"{mean:.2f}"
-        if half is None or half < ZERO
-        else f"{mean:.2f} ({mean - half:.2f} to {mean + half:.2f})"
-    )
+    return "no common seed" if gap is None else difference(gap)
 
 
 if __name__ == "__main__":

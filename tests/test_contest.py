@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from conftest import Call
 from ssfl.config.loading import load_config
 from ssfl.contest import play
 from ssfl.contest.protocol import common
-from ssfl.contest.standings import Standing, draw, gap, write
+from ssfl.contest.standings import Differences, Standing, behind, differences, draw, gap, write
 from ssfl.contest.texts import choice, conclusion, table
 from ssfl.core.schedule import head_start
 from ssfl.errors import ConfigError, FolderInUse
@@ -113,9 +114,10 @@ def test_table_file_and_picture(tmp_path: Path) -> None:
     assert "± " in told
     apart = [a - b for a, b in zip(found[0].accuracies, found[1].accuracies, strict=True)]
     mean, half = sum(apart) / 2, 12.7062 * abs(apart[0] - apart[1]) / 2  # Student's t of one degree
-    assert f"| {mean:.2f} [{mean - half:.2f}, {mean + half:.2f}] " in told
+    assert gap(found[1], found[0]) == pytest.approx([mean, mean - half, mean + half])
+    assert f"| {behind(found[1], found[0])} " in told
     assert told.splitlines()[4:5] == conclusion(found)
-    assert told.splitlines()[5] == "accuracy on 360 test images; the curves use 70 validation images"
+    assert re.findall(r"\d+", told.splitlines()[5]) == ["360", "70"]  # test and validation images
     assert "correct" not in told  # a mean count is that of no run
     file = write(found, tmp_path, {"command": "ssfl contest"})
     whole = json.loads(file.read_text())
@@ -219,11 +221,12 @@ def test_who_broke_down_is_never_first() -> None:
     found = play.ranked(found)
     assert [one.method for one in found] == ["sound", "lucky", "lost"]
     told = table(found).splitlines()
-    assert (
-        "lucky: 2 of 3 runs diverged. Its mean is only over the run that did not diverge, so methods "
-        in (told[-2])
-    )
-    assert told[-1] == "lost: every run diverged, so it has no accuracy and comes last"
+    assert told[-2:] == [
+        "lucky: 2 of 3 runs diverged. Its mean is only over the run that did not diverge, so methods without "
+        "diverged runs come before it, whatever its mean is.",
+        "lost: every run diverged, so it has no accuracy and comes last.",
+    ]
+    assert all(line.endswith(".") for line in told[5:])
 
 
 def test_the_interval_of_several_seeds_is_over_the_seeds_and_counts_no_images() -> None:
@@ -250,41 +253,66 @@ def test_with_one_seed_the_interval_is_over_the_test_images(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("others", "told"),
+    ("others", "expected"),
     [
-        ([[80, 81, 82]], "On these 3 seeds, first is better than b."),
-        ([[80, 81, 82], [70, 71, 73]], "first is better than all others on these 3 seeds."),
-        (
-            [[89, 93, 91], [80, 81, 82]],
-            "On these 3 seeds, first is better than c; they do not tell b from first, the first.",
-        ),
-        ([[89, 93, 91], [88, 95, 89]], "These 3 seeds do not tell b and c from first, the first."),
-        ([[89, 91, 93]], "These 3 seeds do not tell b from first, the first."),  # always one: no interval
-        ([], None),
+        ([[80, 81, 82], [70, 71, 73]], Differences(worse=["b", "c"])),
+        ([[89, 93, 91], [99, 99, 99]], Differences(better=["c"], undecided=["b"])),
+        ([[89, 91, 93]], Differences(undecided=["b"])),  # always one point: no interval
+        ([[85, 91], [80], []], Differences(undecided=["b"], one_seed=["c"])),  # the rest diverged
+        ([], Differences()),
     ],
 )
-def test_a_sentence_says_which_methods_the_seeds_can_tell_from_the_first(
-    others: list[list[float]], told: str | None
-) -> None:
-    found = [standing("first", [90, 92, 94]), *map(standing, "bcd", others)]
-    assert conclusion(found) == ([] if told is None else [told])
-    assert told is None or told in table(found).splitlines()
+def test_intervals_say_which_methods_differ(others: list[list[float]], expected: Differences) -> None:
+    found = [standing(name, each, 3 - len(each)) for name, each in zip("bcd", others, strict=False)]
+    first = standing("first", [90, 92, 94])
+    assert differences([first, *found], first) == expected
 
 
-def test_one_seed_tells_no_methods_apart() -> None:
-    found = [standing("first", [90]), standing("b", [80]), standing("c", [70])]
+def test_methods_without_a_common_seed_are_not_compared() -> None:
+    one, two = standing("one", [90, 92], 1), standing("two", [80], 2)
+    two.runs[0]["seed"] = 3
+    assert differences([one, two], one) == Differences(no_seed=["two"])
+    assert gap(two, one) is None
+    assert differences([standing("none", [], 3), one], standing("none", [], 3)).undecided == []
+
+
+def test_sentences_say_which_methods_differ_from_the_first() -> None:
+    first, b, c = standing("first", [90, 92, 94]), standing("b", [89, 93, 91]), standing("c", [80, 81, 82])
+    lost, last = standing("lost", [80], 2), standing("last", [], 3)
+    found = [first, b, c, lost, last]
     assert conclusion(found) == [
-        "This one seed does not tell b and c from first, the first: an interval needs at least two seeds."
+        "With these 3 seeds, first is better than c.",
+        "With these 3 seeds, b cannot be distinguished from first (the first).",
+        "lost has only one seed in common with first (the first), and one seed gives no interval.",
+    ]
+    assert set(conclusion(found)) <= set(table(found).splitlines())
+    assert conclusion([first, c, replace(c, method="d")]) == [
+        "With these 3 seeds, first is better than all others."
+    ]
+    lost.runs[0]["seed"] = 4
+    assert conclusion([first, lost]) == [
+        "lost has no seed in common with first (the first), so there is no comparison."
+    ]
+    assert conclusion([last, first]) == conclusion([first, last]) == []
+
+
+def test_one_seed_distinguishes_no_methods() -> None:
+    found = [standing("first", [90]), standing("b", [80]), standing("c", [70])]
+    assert differences(found, found[0]) == Differences(one_seed=["b", "c"])
+    assert conclusion(found) == [
+        "With one seed, no method can be distinguished from first (the first): an interval needs at least "
+        "two seeds."
     ]
 
 
 def test_methods_can_be_compared_with_another_than_the_first(tmp_path: Path) -> None:
     found = [standing("first", [90, 92, 94]), standing("b", [89, 93, 91]), standing("c", [80, 81, 82])]
-    sentence = "On these 3 seeds, c is worse than first and b."
-    assert conclusion(found, "c") == [sentence]
+    assert differences(found, found[2]) == Differences(better=["first", "b"])
+    (sentence,) = conclusion(found, "c")
+    assert "(the first)" not in sentence
     told = table(found, "c").splitlines()
-    assert "| behind c [95 % interval] " in told[0]
-    assert "| -11.00 [-13.48, -8.52] " in told[2]
+    assert "| behind c (95 % interval) " in told[0]
+    assert "| −11.00 (−13.48 to −8.52) " in told[2]
     assert sentence in told
     whole = json.loads(write(found, tmp_path, {}, "c").read_text())
     assert whole["against"] == "c"
@@ -298,17 +326,16 @@ def test_methods_can_be_compared_with_another_than_the_first(tmp_path: Path) -> 
 def test_a_method_to_compare_with_must_take_part(ssfl: Call) -> None:
     code, _, err = ssfl("contest", "--methods", "anchored,semifl", "--against", "server-only")
     assert code == 2
-    assert err == (
-        "ssfl: --against server-only: this method does not take part; use one of anchored, semifl, or add it "
-        "to --methods\n"
-    )
+    assert "--against server-only: " in err
+    assert "anchored, semifl" in err
+    assert err.count("\n") == 1
 
 
 def test_runs_that_stayed_near_guessing_are_named() -> None:
     found = [standing("sound", [95.0] * 3), standing("lost", [10.0] * 3, best=12.0)]
     assert [line for line in table(found).splitlines() if "guessing" in line] == [
         "lost: 3 of 3 runs stayed near guessing. Their best validation accuracy is below 20 %; "
-        "guessing has 10 %"
+        "guessing has 10 %."
     ]
 
 
@@ -346,43 +373,27 @@ def test_folds_of_a_config_are_refused_and_no_folds_are_not() -> None:
     assert entry("alternate", "run.folds=0").config.run.folds == 0
 
 
-@pytest.mark.parametrize(
-    ("tries", "default", "told"),
-    [
-        (
-            [(0.95, "train.lr=0.03"), (0.9, "train.lr=0.01"), (-1, "train.lr=0.09")],
-            "",
-            "m: chose train.lr=0.03 (validation accuracy 95.0 % on 100 images; 0.01: 90.0 %, 0.09: diverged)",
-        ),
-        (
-            [(0.9, "train.lr=0.03"), (1.0, "train.lr=0.01"), (0.99, "train.lr=0.09")],
-            "",
-            "m: chose train.lr=0.01 (validation accuracy 100.0 % on 100 images; 0.03: 90.0 %, 0.09: 99.0 %); "
-            "0.01 is the smallest value that was tried; 0.09 is at most one image behind",
-        ),
-        (
-            [(0.9, "method.threshold=0.8"), (0.85, "method.threshold=0.95")],
-            "method.threshold=0.8",
-            "m: chose method.threshold=0.8, its default (validation accuracy 90.0 % on 100 images; 0.95: "
-            "85.0 %)",
-        ),
-        (
-            [(0.5, "train.lr=1 method.threshold=0.8"), (0.9, "train.lr=1 method.threshold=0.9")],
-            "",
-            "m: chose train.lr=1 method.threshold=0.9 (validation accuracy 90.0 % on 100 images; train.lr=1 "
-            "method.threshold=0.8: 50.0 %)",
-        ),
-        (
-            [(-1, "train.lr=3"), (-1, "train.lr=1")],
-            "",
-            "m: training diverged with every value that was tried; it uses train.lr=3",
-        ),
-    ],
-)
-def test_a_line_names_every_value_with_its_score(
-    tries: list[tuple[float, str]], default: str, told: str
-) -> None:
-    assert choice("m", [(score, tuple(words.split())) for score, words in tries], 100, default) == told
+def tried(*scores: tuple[float, str], default: str = "") -> str:
+    """The line about a choice among settings with these scores, on 100 images."""
+    return choice("m", [(score, tuple(words.split())) for score, words in scores], 100, default)
+
+
+def test_a_line_names_every_value_with_its_score() -> None:
+    assert tried((0.9, "train.lr=0.03"), (1.0, "train.lr=0.01"), (0.99, "train.lr=0.09")) == (
+        "m: chose train.lr=0.01 (validation accuracy 100.0 % on 100 images; 0.03: 90.0 %, 0.09: 99.0 %); "
+        "0.01 is the smallest value that was tried; 0.09 is at most one image behind"
+    )
+    between = tried((0.95, "train.lr=0.03"), (0.9, "train.lr=0.01"), (-1, "train.lr=0.09"))
+    assert "0.09: diverged" in between
+    assert "value that was tried" not in between
+    pair = tried(
+        (0.9, "method.threshold=0.8"), (0.85, "method.threshold=0.95"), default="method.threshold=0.8"
+    )
+    assert "chose method.threshold=0.8, its default (" in pair
+    assert ";" not in pair.partition("95: ")[2]  # of two values, none is named the smallest
+    both = tried((0.5, "train.lr=1 method.threshold=0.8"), (0.9, "train.lr=1 method.threshold=0.9"))
+    assert "train.lr=1 method.threshold=0.8: 50.0 %" in both
+    assert tried((-1, "train.lr=3"), (-1, "train.lr=1")).endswith("; it uses train.lr=3")
 
 
 def test_a_contest_says_which_methods_hardly_used_the_unlabelled_images(tmp_path: Path) -> None:
@@ -394,7 +405,11 @@ def test_a_contest_says_which_methods_hardly_used_the_unlabelled_images(tmp_path
     assert masked["anchored"] == 0  # the first model is not confident
     assert masked["server-only"] is None
     lines = table([one, two]).splitlines()
-    assert [line.partition(":")[0] for line in lines if "pseudo-labels for only" in line] == ["anchored"]
+    assert [line.partition(",")[0] for line in lines if "unlabelled images" in line] == [
+        "anchored: its users made no pseudo-labels"
+    ]
+    one.runs[0]["mask_rate"] = 0.00012
+    assert "anchored: its users made pseudo-labels for only 0.012 % of their images" in table([one])
 
 
 @pytest.mark.filterwarnings("error")
@@ -542,7 +557,7 @@ def test_what_a_method_has_that_a_federation_could_not_give_it_stands_below_the_
     found = played(tmp_path, "supervised", "alternate", seeds=1)
     told = table(found)
     assert "| supervised *" in told
-    assert told.endswith("\n* supervised: users know the labels of their images")
+    assert told.endswith("\n* supervised: users know the labels of their images.")
     file = write(found, tmp_path, {})
     flags = {one["method"]: one["flag"] for one in json.loads(file.read_text())["standings"]}
     assert flags["alternate"] is None

@@ -156,8 +156,11 @@ def test_titles_name_the_data_of_the_runs_and_say_if_there_were_no_pseudo_labels
     few: dict[str, Any] = fake(rows.row("7").runs[0], 1)
     config = few["config"] | {"split": {"server_labels": 50}}
     labelled = found(tmp_path / "labels", rows.row("7").runs, data="digits", config=config)
-    axis = drawn(monkeypatch, "5", labelled).axes[2]
-    assert list(axis.get_xticks()) == [50]
+    figure = drawn(monkeypatch, "5", labelled)
+    assert list(figure.axes[2].get_xticks()) == [50]
+    assert "\ndigits; 50 labels; " in figure.get_suptitle()
+    every = found(tmp_path / "every", rows.row("7").runs)
+    assert "; 1,000, 2,000, 3,000, 4,000, 5,000 labels; " in drawn(monkeypatch, "5", every).get_suptitle()
 
 
 def test_appendix_d_has_the_papers_arrangement_and_both_normalisations(

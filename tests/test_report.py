@@ -17,12 +17,14 @@ from sklearn.datasets import load_digits
 
 import ssfl
 from ssfl.config.settings import Config
-from ssfl.contest import standings, texts
+from ssfl.contest import standings
+from ssfl.core.statistics import accuracy_interval
 from ssfl.errors import RunError, SsflError
 from ssfl.methods.grouping import Grouping
-from ssfl.report import collapse, costs, gather, page, several
+from ssfl.report import collapse, conclusion, costs, gather, page, several
 from ssfl.runs import folder as runs
 from ssfl.runs.round_loop import Interrupted
+from ssfl.runs.text import interval
 
 Block = dict[str, Any]
 CLOCKS = ("phases", "memory", "seconds")
@@ -190,13 +192,11 @@ def test_the_verdict_compares_all_seeds_as_a_contest_does(folder: Path, tmp_path
         )
         for name, ones in scores.items()
     ]  # fmt: skip
-    behind = re.search(r"(\d+\.\d\d) \[(-\d+\.\d\d), (\d+\.\d\d)\]", texts.table(played))
-    assert behind
-    mean, low, high = behind.groups()
+    mean, between = standings.behind(played[1], played[0]).rstrip(")").split(" (")
     told = verdict(paths)
     assert told.startswith("The best two do not clearly differ: over 3 common seeds, ")
     assert f"of one-lr0.09 is {mean} percentage points higher than that of two-lr0.09" in told
-    assert f"{low} to +{high} percentage points".replace("-", "−") in told
+    assert f"over the seeds: {between} percentage points)" in told
     table = blocks(page.contents(paths), "table")[0]
     assert [row[0] for row in table["rows"]] == ["one-lr0.09, 3 seeds", "two-lr0.09, 3 seeds"]
     better = [copy(paths[5], tmp_path / f"three-seed{k}", k, 200 + k, "semifl") for k in (1, 2, 3)]
@@ -206,25 +206,117 @@ def test_the_verdict_compares_all_seeds_as_a_contest_does(folder: Path, tmp_path
         copy(paths[5], tmp_path / f"{name}-seed1", 1, 100, name) for name in ("crl-bn", "flexmatch", "fl2")
     ]
     assert verdict([*better, *four, *paths[3:]]) == clear  # also if the best one is listed late
-    (tmp_path / "two-lr0.09-seed1" / runs.FAILURE).write_text(
-        json.dumps({"kind": "DivergedError", "error": "training diverged in round 1"})
+
+
+def best_two(*paths: Path) -> conclusion.BestTwo:
+    found = conclusion.best_two(several.families([gather.read(path, path.name) for path in paths]))
+    assert found
+    return found
+
+
+def test_equal_differences_decide_nothing(folder: Path, tmp_path: Path) -> None:
+    """With both seeds, one experiment has one image more than the other, so there is no interval."""
+    paths = [
+        copy(folder / "alone", tmp_path / f"{name}-seed{seed}", seed, correct + (name == "one"), method)
+        for name, method in (("one", "fedprox"), ("two", "rscfed"))
+        for seed, correct in ((1, 300), (2, 320))
+    ]
+    found = best_two(*paths)
+    assert found.difference
+    assert found.difference.mean == pytest.approx(100 / 360)
+    assert found.difference.interval is None
+    assert (found.first.label, len(found.seeds), found.is_decided) == ("one", 2, False)
+    assert verdict(paths) == (
+        "The best two do not clearly differ: over 2 common seeds, the mean accuracy of one is 0.28 "
+        "percentage points higher than that of two. All seeds have the same difference, so there is "
+        "no interval."
     )
-    (tmp_path / "two-lr0.09-seed1" / "summary.json").unlink()
-    assert "two-lr0.09: training diverged in 1 of 3 runs, so it is ranked last." in verdict(paths)
 
 
 def test_the_verdict_says_if_it_compares_one_seed(folder: Path, tmp_path: Path) -> None:
-    same = verdict([folder / "grouping-1", folder / "alone"])
-    assert "This compares one seed (run.seed = 1). Another seed may give another result." in same
-    common = verdict([folder / "grouping-1", folder / "grouping-2", folder / "alone"])
+    one, two, alone = (folder / name for name in ("grouping-1", "grouping-2", "alone"))
+    second = copy(alone, tmp_path / "alone-2", 2, 300)
+    for paths, seeds in (
+        ([one, alone], 1),
+        ([one, two, alone], 1),
+        ([two, alone], 0),
+        ([two, alone, second], 1),
+    ):
+        assert len(best_two(*paths).seeds) == seeds
+    names = {run.name for run in best_two(two, alone, second).pair}
+    assert names == {"grouping-2", "alone-2"}
+    assert "This compares one seed (run.seed = 1). Another seed may give another result." in verdict(
+        [one, alone]
+    )
+    common = verdict([one, two, alone])
     assert "alone and grouping have only one seed in common, and this compares only that seed" in common
     assert re.search(r"alone has \d+ correct, grouping-1 \d+", common)
-    other = verdict([folder / "grouping-2", folder / "alone"])
+    other = verdict([two, alone])
     assert "alone and grouping-2 have no seed in common, so this compares one run of each." in other
-    second = copy(folder / "alone", tmp_path / "alone-2", 2, 300)
-    common = verdict([folder / "grouping-2", folder / "alone", second])
-    assert "grouping-2" in common
-    assert "alone-2 has" in common
+
+
+def diverge(path: Path) -> None:
+    """Turns a finished run into one whose training diverged."""
+    failure = {"kind": "DivergedError", "error": "training diverged in round 1"}
+    (path / runs.FAILURE).write_text(json.dumps(failure))
+    (path / "summary.json").unlink()
+
+
+def test_notes_are_given_without_predictions(folder: Path, tmp_path: Path) -> None:
+    """The images may be passed from Python, moved or changed; then no run can be compared image by image."""
+    paths = [copy(folder / "alone", tmp_path / "one", 1, 324, "fedprox")]
+    paths += [copy(folder / "alone", tmp_path / f"two-seed{k}", k, 288, "rscfed") for k in (1, 2)]
+    diverge(tmp_path / "two-seed2")
+    (paths[1] / "model.safetensors").unlink()
+    elsewhere = {"fingerprint": "other"}
+    paths.append(copy(folder / "alone", tmp_path / "strange", 1, 300, "semifl", elsewhere))
+    told = verdict(paths)
+    assert (
+        "The accuracy of one is 90.0 %, and that of two-seed1 80.0 %. The difference has no interval" in told
+    )
+    assert "two: training diverged in 1 of 2 runs, which its mean leaves out." in told
+    assert "Not compared, because no run is finished on the same images: strange." in told
+    diverged = verdict(paths[1:3])  # a single experiment
+    assert diverged == "two: training diverged in 1 of 2 runs, which its mean leaves out."
+
+
+def test_an_experiment_with_a_diverged_run_is_ranked_after_sound_ones_only(
+    folder: Path, tmp_path: Path
+) -> None:
+    paths = [
+        copy(folder / "alone", tmp_path / f"{name}-seed{seed}", seed, correct + seed * seed, method)
+        for name, method, correct in (
+            ("one", "fedprox", 320),
+            ("two", "rscfed", 310),
+            ("three", "semifl", 300),
+        )
+        for seed in (1, 2, 3)
+    ]
+    for path in (paths[2], paths[5]):
+        diverge(path)
+    assert {best_two(*paths).first.label, best_two(*paths).second.label} == {"three", "one"}
+    assert verdict(paths).count("It is ranked after the experiments without a diverged run.") == 2
+    assert "ranked" not in verdict(paths[:6])
+
+
+def test_the_interval_of_several_seeds_is_over_the_seeds(folder: Path, tmp_path: Path) -> None:
+    def rows(*paths: Path) -> dict[str, list[str]]:
+        table = blocks(page.contents(list(paths)), "table")[0]
+        return {row[0]: [cell["text"] for cell in row[1:]] for row in table["rows"]}
+
+    corrects = (340, 320, 310)
+    paths = [
+        copy(folder / "alone", tmp_path / f"two-seed{k}", k, n, "rscfed") for k, n in enumerate(corrects, 1)
+    ]
+    low, high = accuracy_interval([100 * correct / 360 for correct in corrects]) or (0, 0)
+    found = rows(*paths, folder / "alone")
+    assert found["two, 3 seeds"][2:4] == ["–", f"{low:.1f} to {high:.1f} %"]
+    (family,) = several.families([gather.read(folder / "alone", "alone")])
+    score = family.counted[0].score
+    assert score
+    assert found["alone"][2:4] == [f"{score.correct} of 360", interval(score.correct, 360)]
+    heads = blocks(page.contents(paths), "table")[0]["head"]
+    assert "correct" not in [head if isinstance(head, str) else head["text"] for head in heads]
 
 
 def test_what_is_of_the_first_seed_only_says_so(folder: Path, tmp_path: Path) -> None:
@@ -280,6 +372,13 @@ def test_training_views_name_the_threshold_of_each_method(
     told, _ = views(folder / "grouping-1", tmp_path / "semifl")
     assert "The images and predictions are those of grouping-1. There, the prediction" in told
     assert told.endswith("at least 0.1. With semifl, it must be at least 0.95.")
+    for name in ("freematch", "alone"):  # without a threshold
+        first = tmp_path / name if name == "freematch" else folder / name
+        told, _ = views(first, tmp_path / "semifl")
+        assert told.endswith(
+            f"are those of {name}. With semifl, the prediction for a weak view becomes a pseudo-label if its "
+            "confidence is at least 0.95."
+        )
     told, shown = views(tmp_path / "flexmatch")
     assert "at least the threshold of its class" in told
     assert [item["counts"] for item in shown["items"]] == [None] * len(shown["items"])

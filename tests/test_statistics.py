@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from scipy.stats import binomtest
+from scipy.stats import binomtest, ttest_rel
 from sklearn.metrics import balanced_accuracy_score, confusion_matrix
 
 from ssfl.core import statistics
@@ -64,6 +64,35 @@ def test_pairs_are_counted() -> None:
     turned = statistics.paired([True, False, True, False, False], [True, True, False, False, True])
     assert turned.interval == pytest.approx((-pair.interval.high, -pair.interval.low))
     assert pair.p == 1.0
+
+
+def test_the_interval_of_a_difference_over_seeds_is_scipys() -> None:
+    """Seeds that only one of the two has are left out."""
+    ours, theirs = {1: 90.0, 2: 92.0, 3: 94.0, 4: 1.0}, {0: 2.0, 1: 89.0, 2: 93.0, 3: 91.0}
+    apart = statistics.mean_difference(ours, theirs)
+    test = ttest_rel([90, 92, 94], [89, 93, 91]).confidence_interval(0.95)
+    assert apart is not None
+    assert apart.mean == pytest.approx(1)
+    assert apart.interval == pytest.approx((test.low, test.high))
+    assert statistics.mean_difference({1: 90.0}, {2: 90.0}) is None
+
+
+@pytest.mark.parametrize("ours", [{1: 90.0}, {1: 90.3, 2: 80.3}, {1: 90.3, 2: 80.3, 3: 70.3}])
+def test_one_seed_and_equal_differences_have_no_interval(ours: dict[int, float]) -> None:
+    theirs = {seed: accuracy - 100 / 360 for seed, accuracy in ours.items()}  # they differ by rounding
+    apart = statistics.mean_difference(ours, theirs)
+    assert apart is not None
+    assert apart.mean == pytest.approx(100 / 360)
+    assert apart.half is None
+    assert apart.interval is None
+    assert statistics.accuracy_interval([90.0] * len(ours)) is None
+
+
+def test_the_interval_of_an_accuracy_ends_at_100_percent() -> None:
+    """Student's t of two degrees of freedom is 4.303."""
+    interval = statistics.accuracy_interval([95.3, 96.7, 89.7])
+    half = 4.30265 * (((95.3 - 93.9) ** 2 + (96.7 - 93.9) ** 2 + (89.7 - 93.9) ** 2) / 2 / 3) ** 0.5
+    assert interval == pytest.approx((93.9 - half, 100), abs=1e-4)
 
 
 def test_balanced_accuracy_and_confusion_are_scikit_learns() -> None:

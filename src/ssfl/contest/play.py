@@ -26,6 +26,7 @@ from ssfl.contest.protocol import CHOOSING, Entry, Rules, entry, passes, rates, 
 from ssfl.contest.standings import Standing
 from ssfl.contest.texts import Try, choice
 from ssfl.core import plain_files
+from ssfl.core.events import mean_mask_rate
 from ssfl.data.hands import Hands
 from ssfl.errors import ConfigError, DivergedError, FolderInUse, SsflWarning
 from ssfl.runs import display, folder, resolve, round_loop, same, train
@@ -325,14 +326,6 @@ def _counts(path: Path) -> dict[str, int]:
     }
 
 
-def _mask_rate(path: Path) -> float | None:
-    """Returns the fraction of the users' images that had a label or pseudo-label and were trained on: the
-    mean over the rounds of a run. None if no user trained."""
-    events = (event for event in folder.read_events(path) if event["event"] == "round" and event["returned"])
-    rates = [event["mask_rate"] for event in events if event.get("mask_rate") is not None]
-    return statistics.mean(rates) if rates else None
-
-
 def _standing(method: str, options: tuple[str, ...], played: list[Path | None]) -> Standing:
     """Returns the results of a method. `options` are its chosen settings. `played` has the run folder of each
     seed, or None if the run with this seed diverged."""
@@ -346,7 +339,7 @@ def _standing(method: str, options: tuple[str, ...], played: list[Path | None]) 
             {key: summary[key] for key in ("accuracy", "seconds", "device", "commit", "versions")}
         )
         run_facts[-1] |= {"seed": config.run.seed, "date": summary.get("date"), **_counts(path)}
-        run_facts[-1]["mask_rate"] = _mask_rate(path)
+        run_facts[-1]["mask_rate"] = mean_mask_rate(folder.read_events(path))
         rounds, resolved = summary["rounds"], resolved or _portable(config)
         curve, cost = _curve(path, config)
         best = max(point[2] for point in curve.values())

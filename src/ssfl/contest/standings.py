@@ -8,15 +8,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from ssfl.core.statistics import mean_difference, wilson
+from ssfl.core.statistics import SeedMean, accuracy_interval, mean_difference, wilson
 from ssfl.runs import folder as runs
-from ssfl.runs import provenance
+from ssfl.runs import provenance, text
 
 GUESSING = 10.0
 """A run stayed near guessing if its best validation accuracy is less than this many percentage points above
 that of guessing, which is 100 divided by the number of classes."""
-ZERO = 1e-9
-"""Accuracies that differ by less than this, in percentage points, differ only by rounding."""
 ROOM = 12.0
 """How far, in percentage points, the picture extends below the accuracy of the median method."""
 
@@ -106,14 +104,8 @@ class Standing:
         that did not diverge, or of test images, is too small or unknown. Also None if all seeds have the same
         accuracy, because Student's interval would have no width.
         """
-        from scipy.stats import t
-
         if self.seeds > 1:
-            if self.mean is None or self.deviation is None or self.deviation < ZERO:
-                return None
-            error = self.deviation / len(self.accuracies) ** 0.5
-            half = float(t.ppf(0.975, len(self.accuracies) - 1)) * error
-            return max(self.mean - half, 0.0), min(self.mean + half, 100.0)
+            return accuracy_interval(self.accuracies)
         if self.mean is None or not self.images_tested:
             return None
         low, high = wilson(self.mean / 100 * self.images_tested, self.images_tested)
@@ -147,30 +139,63 @@ def reference(standings: Sequence[Standing], against: str | None) -> Standing:
     return next((one for one in standings if one.method == against), standings[0])
 
 
+@dataclass(frozen=True)
+class Differences:
+    """Which methods of a contest differ from one of them, by the 95 % intervals of the differences over the
+    common seeds. Methods without a result are in none of the lists."""
+
+    worse: list[str] = field(default_factory=list)
+    better: list[str] = field(default_factory=list)
+    undecided: list[str] = field(default_factory=list)
+    """Methods that these seeds cannot distinguish: the interval contains 0, or there is none because all
+    seeds have the same difference."""
+    one_seed: list[str] = field(default_factory=list)
+    """Methods with only one common seed, so that there is no interval."""
+    no_seed: list[str] = field(default_factory=list)
+    """Methods without a common seed."""
+
+
+def differences(standings: Sequence[Standing], compared: Standing) -> Differences:
+    """Returns which of the other methods differ from the method `compared`."""
+    found = Differences()
+    for standing in standings:
+        if standing is compared or standing.mean is None:
+            continue
+        apart = _apart(standing, compared)
+        common = {run["seed"] for run in standing.runs} & {run["seed"] for run in compared.runs}
+        if apart is None:
+            which = found.no_seed
+        elif len(common) == 1:
+            which = found.one_seed
+        elif apart.interval is None or apart.interval.low <= 0 <= apart.interval.high:
+            which = found.undecided
+        else:
+            which = found.worse if apart.mean > 0 else found.better
+        which.append(standing.method)
+    return found
+
+
 def behind(standing: Standing, first: Standing) -> str:
     """Returns as text how many percentage points a method is behind `first`, with the 95 % interval over the
     seeds. The interval is left out if there is none (see `gap`). Returns "–" for the method `first` itself,
     or if no seed is common."""
-    interval = gap(standing, first)
-    if interval is None:
-        return "–"
-    mean, low, high = interval
-    return f"{mean:.2f}" if low is None else f"{mean:.2f} [{low:.2f}, {high:.2f}]"
+    apart = None if standing is first else _apart(standing, first)
+    return "–" if apart is None else text.difference(apart)
 
 
 def gap(standing: Standing, first: Standing) -> list[float | None] | None:
     """Returns how many percentage points the method `first` is better than this one, as [mean, low, high].
     Low and high are the ends of the 95 % interval. They are None for a single seed, and if all seeds have the
-    same difference. Returns None for the method `first` itself, or if no seed is common to both methods.
+    same difference. Returns None for the method `first` itself, or if no seed is common to both methods."""
+    apart = None if standing is first else _apart(standing, first)
+    return None if apart is None else [apart.mean, *(apart.interval or (None, None))]
 
-    Differences are taken seed by seed, since both methods have the same split for the same seed.
-    """
+
+def _apart(standing: Standing, first: Standing) -> SeedMean | None:
+    """Returns how many percentage points the method `first` is better than this one. Differences are taken
+    seed by seed, since both methods have the same split for the same seed. None if no seed is common."""
     theirs, best = ({run["seed"]: 100 * run["accuracy"] for run in each.runs} for each in (standing, first))
-    apart = mean_difference(best, theirs)
-    if apart is None or standing is first:
-        return None
-    mean, half = apart
-    return [mean, None, None] if half is None or half < ZERO else [mean, mean - half, mean + half]
+    return mean_difference(best, theirs)
 
 
 def write(

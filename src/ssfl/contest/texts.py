@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ssfl.contest.standings import GUESSING, Standing, behind, gap, near_guessing, reference
+from ssfl.contest.standings import GUESSING, Standing, behind, differences, near_guessing, reference
 from ssfl.runs import text
 from ssfl.runs.text import percent
 
@@ -21,7 +21,7 @@ def table(standings: Sequence[Standing], against: str | None = None) -> str:
     whom = "the first" if against is None else compared.method
     one_seed = all(standing.seeds < 2 for standing in standings)
     counted = ["correct", "95 % interval"] if one_seed else ["95 % interval over seeds"]
-    head = ["method", "test accuracy, %", *counted, f"behind {whom} [95 % interval]",
+    head = ["method", "test accuracy, %", *counted, f"behind {whom} (95 % interval)",
             "seeds", "collapsed", "rounds", "user images, million", "passes, million", "server images, "
             "million",
             "sent, MB", "chosen"]  # fmt: skip
@@ -56,7 +56,7 @@ def _interval(standing: Standing) -> str:
 
 
 def _remarks(standings: Sequence[Standing], against: str | None) -> list[str]:
-    """Returns the lines below the table."""
+    """Returns the lines below the table. Each has one or more sentences."""
     lines = conclusion(standings, against)
     if any(standing.shared_split for standing in standings) and any(one.seeds > 1 for one in standings):
         lines.append(
@@ -67,54 +67,61 @@ def _remarks(standings: Sequence[Standing], against: str | None) -> list[str]:
     commits = {str(run["commit"]) for standing in standings for run in standing.runs}
     if len(commits) > 1:
         lines.append(
-            f"the runs were made with {len(commits)} different commits of ssfl; contest.json lists them"
+            f"The runs were made with {len(commits)} different commits of ssfl; contest.json lists them."
         )
     for standing in standings:
         lines += diverged(standing.method, standing.diverged, standing.seeds)
         classes = next((run["classes"] for run in standing.runs if run.get("classes")), None)
         lines += guessed(standing.method, standing.runs, standing.seeds, classes)
         if standing.mask_rate is not None and standing.mask_rate < FEW:
+            made = f"pseudo-labels for only {100 * standing.mask_rate:.2g} % of their images"
             lines.append(
-                f"{standing.method}: its users made pseudo-labels for only {100 * standing.mask_rate:.2g} % "
-                "of their images, so this contest says little about how it uses unlabelled images"
+                f"{standing.method}: its users made {made if standing.mask_rate else 'no pseudo-labels'}, so "
+                "this contest says little about how it uses unlabelled images."
             )
-    return lines + [f"* {standing.method}: {standing.flag}" for standing in standings if standing.flag]
+    return lines + [f"* {standing.method}: {standing.flag}." for standing in standings if standing.flag]
 
 
 def conclusion(standings: Sequence[Standing], against: str | None = None) -> list[str]:
-    """Returns, in a list, a sentence that says which methods differ from the method `against` (None: the
-    first), by the 95 % intervals of the differences over the seeds. The list is empty if there is only one
-    method or no result to compare with."""
+    """Returns sentences that say which methods differ from the method `against` (None: the first), by the
+    95 % intervals of the differences over the seeds. The list is empty if no method has a result that can be
+    compared."""
     compared = reference(standings, against)
-    rest = [standing for standing in standings if standing is not compared]
-    if not rest or compared.mean is None:
+    found = differences(standings, compared)
+    if compared.mean is None:
         return []
-    worse, better, undecided = [], [], []
-    for standing in rest:
-        interval = gap(standing, compared)
-        low, high = (None, None) if interval is None else interval[1:]
-        if low is not None and low > 0:
-            worse.append(standing.method)
-        elif high is not None and high < 0:
-            better.append(standing.method)
-        else:
-            undecided.append(standing.method)
-    name = compared.method + (", the first" if compared is standings[0] else "")
+    name = compared.method
+    whom = f"{name} (the first)" if compared is standings[0] else name
     seeds = max(standing.seeds for standing in standings)
-    these = "this one seed" if seeds == 1 else f"these {seeds} seeds"
-    if not worse and not better:
-        untold = (
-            f"{these.capitalize()} {'does' if seeds == 1 else 'do'} not tell {_listed(undecided)} from {name}"
+    if seeds == 1:
+        none = f"With one seed, no method can be distinguished from {whom}"
+        return [f"{none}: an interval needs at least two seeds."] if found.one_seed else []
+    lines = []
+    if found.worse or found.better:
+        parts = [f"better than {_listed(found.worse)}"] if found.worse else []
+        parts += [f"worse than {_listed(found.better)}"] if found.better else []
+        if len(found.worse) == len(standings) - 1 > 1:
+            parts = ["better than all others"]
+        lines.append(f"With these {seeds} seeds, {name} is {' and '.join(parts)}.")
+    if found.undecided:
+        lines.append(
+            f"With these {seeds} seeds, {_listed(found.undecided)} cannot be distinguished from {whom}."
         )
-        return [f"{untold}: an interval needs at least two seeds." if seeds == 1 else f"{untold}."]
-    if len(worse) == len(rest) > 1:
-        return [f"{compared.method} is better than all others on {these}."]
-    parts = [f"better than {_listed(worse)}"] if worse else []
-    parts += [f"worse than {_listed(better)}"] if better else []
-    sentence = f"On {these}, {compared.method} is {' and '.join(parts)}"
-    return [
-        f"{sentence}; they do not tell {_listed(undecided)} from {name}." if undecided else f"{sentence}."
-    ]
+    if found.one_seed:
+        lines.append(
+            f"{_listed(found.one_seed)} {_have(found.one_seed)} only one seed in common with {whom}, and one "
+            "seed gives no interval."
+        )
+    if found.no_seed:
+        lines.append(
+            f"{_listed(found.no_seed)} {_have(found.no_seed)} no seed in common with {whom}, so there is no "
+            "comparison."
+        )
+    return lines
+
+
+def _have(names: Sequence[str]) -> str:
+    return "has" if len(names) == 1 else "have"
 
 
 def _images(standings: Sequence[Standing]) -> list[str]:
@@ -122,8 +129,8 @@ def _images(standings: Sequence[Standing]) -> list[str]:
     if no run has finished."""
     for run in (run for one in standings for run in one.runs):
         return [
-            f"accuracy on {run['test_images']:,} test images; the curves use "
-            f"{run['validation_images']:,} validation images"
+            f"The accuracy is on {run['test_images']:,} test images; the curves use "
+            f"{run['validation_images']:,} validation images."
         ]
     return []
 
@@ -134,11 +141,11 @@ def diverged(method: str, count: int, seeds: int) -> list[str]:
     if not count:
         return []
     if count == seeds:
-        return [f"{method}: every run diverged, so it has no accuracy and comes last"]
+        return [f"{method}: every run diverged, so it has no accuracy and comes last."]
     rest = "the run that did not diverge" if seeds - count == 1 else f"the {seeds - count} other runs"
     return [
         f"{method}: {count} of {seeds} runs diverged. Its mean is only over {rest}, so methods without "
-        "diverged runs come before it, whatever its mean is"
+        "diverged runs come before it, whatever its mean is."
     ]
 
 
@@ -150,7 +157,7 @@ def guessed(method: str, runs: Sequence[dict[str, Any]], seeds: int, classes: in
         return []
     return [
         f"{method}: {count} of {seeds} runs stayed near guessing. Their best validation accuracy is below "
-        f"{100 / classes + GUESSING:.3g} %; guessing has {100 / classes:.3g} %"
+        f"{100 / classes + GUESSING:.3g} %; guessing has {100 / classes:.3g} %."
     ]
 
 

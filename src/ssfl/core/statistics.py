@@ -20,6 +20,8 @@ confidence interval of an accuracy of 90 % is then wider than 11 percentage poin
 UNEVEN = 1.5
 """Class sizes count as uneven if the largest class has more than this many times the images of the
 smallest."""
+ZERO = 1e-9
+"""Accuracies that differ by less than this, in percentage points, differ only by rounding."""
 
 
 class Interval(NamedTuple):
@@ -27,6 +29,20 @@ class Interval(NamedTuple):
 
     low: float
     high: float
+
+
+class SeedMean(NamedTuple):
+    """A mean over seeds, with its 95 % confidence interval."""
+
+    mean: float
+    half: float | None
+    """Half the width of the interval. None if there is no interval: with a single seed, or if all seeds have
+    the same value."""
+
+    @property
+    def interval(self) -> Interval | None:
+        """The 95 % confidence interval of `mean` (Student's t over the seeds); None if there is none."""
+        return None if self.half is None else Interval(self.mean - self.half, self.mean + self.half)
 
 
 @dataclass(frozen=True)
@@ -121,20 +137,33 @@ def mcnemar(won: int, lost: int) -> float:
     return float(min(1.0, 2 * tail / 2**total))
 
 
-def mean_difference(
-    ours: Mapping[Seed, float], theirs: Mapping[Seed, float]
-) -> tuple[float, float | None] | None:
-    """Returns the mean of `ours` minus `theirs` over their common seeds, and half the width of its 95 %
-    interval (Student's t; None for a single seed). Both arguments are accuracies by seed. Returns None if
-    there is no common seed."""
+def mean_interval(values: Sequence[float]) -> SeedMean | None:
+    """Returns the mean of `values` with its 95 % interval (Student's t). `values` has one number for each
+    seed, in percent or percentage points. Returns None if there are no values."""
     from scipy.stats import t
 
-    apart = [ours[seed] - theirs[seed] for seed in ours if seed in theirs]
-    if not apart:
+    if not values:
         return None
-    count = len(apart)
-    half = float(t.ppf(0.975, count - 1)) * stdev(apart) / count**0.5 if count > 1 else None
-    return mean(apart), half
+    count = len(values)
+    half = float(t.ppf(0.975, count - 1)) * stdev(values) / count**0.5 if count > 1 else None
+    return SeedMean(mean(values), None if half is None or half < ZERO else half)
+
+
+def accuracy_interval(accuracies: Sequence[float]) -> Interval | None:
+    """Returns the 95 % interval of the mean accuracy over the seeds (Student's t), within 0 and 100.
+    `accuracies` has one accuracy in percent for each seed. Returns None if there is no interval: with fewer
+    than two seeds, or if all seeds have the same accuracy."""
+    over_seeds = mean_interval(accuracies)
+    if over_seeds is None or over_seeds.interval is None:
+        return None
+    low, high = over_seeds.interval
+    return Interval(max(low, 0.0), min(high, 100.0))
+
+
+def mean_difference(ours: Mapping[Seed, float], theirs: Mapping[Seed, float]) -> SeedMean | None:
+    """Returns the mean of `ours` minus `theirs` over their common seeds, with its 95 % interval. Both
+    arguments are accuracies in percent by seed. Returns None if there is no common seed."""
+    return mean_interval([ours[seed] - theirs[seed] for seed in ours if seed in theirs])
 
 
 def confusion(labels: Sequence[int], predicted: Sequence[int], classes: int) -> list[list[int]]:

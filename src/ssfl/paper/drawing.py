@@ -71,6 +71,8 @@ class Drawing:
         self.fidelity = fidelity
         self.missing: list[str] = []
         self.used: list[PaperResult] = []
+        self.labels: set[int] = set()
+        """The numbers of labelled images with which the drawn runs were trained."""
         self.places: dict[Hashable, int] = {}
 
     def wanted(self, runs: Iterable[PaperRun]) -> list[PaperRun]:
@@ -111,6 +113,7 @@ class Drawing:
                     place = self.places.setdefault((by(run), changes), len(self.places))
                 if results:
                     lines.append(Line(run, results, place, changes))
+                    self.labels |= {one.labels(run) for one in results}
                 elif not changes:
                     self.missing.append(run.name)
         self.used += mine
@@ -142,8 +145,9 @@ class Drawing:
 
     def save(self, figure: Any, out: Path, name: str, title: str) -> list[Path]:
         """Writes the figure as PNG and SVG and returns the two files. Below the title is a line with the
-        data, the fidelity, the scale, the number of seeds, and how many runs are missing. The scale is the
-        fraction of the training that was run. Raises if no run of the figure has results."""
+        data, the numbers of labels, the fidelity, the scale, the number of seeds, and how many runs are
+        missing. The scale is the fraction of the training that was run. Raises if no run of the figure has
+        results."""
         if not self.used:
             raise RunError(
                 f"there is no finished run for figure {name} with fidelity {self.fidelity}: it needs "
@@ -158,6 +162,8 @@ class Drawing:
         each = {(one.name, one.changes, one.seed) for one in self.used}
         seeds = sorted(set(Counter(one[:2] for one in each).values()))
         many = " or ".join(map(str, seeds)) + (" seeds" if seeds[-1] > 1 else " seed")
+        labels = ", ".join(f"{labels:,}" for labels in sorted(self.labels - {0}))
+        data += f"; {labels} labels" if labels else ""
         caption = f"{data}; fidelity {self.fidelity}; scale {scales}; {many}"
         if self.missing:
             caption += f"; not run: {len(set(self.missing))} of {len({*self.missing, *names})} runs"

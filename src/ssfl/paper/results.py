@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ssfl.config.loading import as_dict
+from ssfl.core.events import mean_mask_rate
 from ssfl.errors import RunError
 from ssfl.paper.rows import PaperRun
 from ssfl.runs import folder
@@ -45,6 +46,12 @@ class PaperResult:
     def setting(self, section: str, key: str, default: Any) -> Any:
         """Returns a setting of the run from its config, or `default` if the file does not have it."""
         return self.whole.get("config", {}).get(section, {}).get(key, default)
+
+    def labels(self, run: PaperRun) -> int:
+        """Returns the number of labelled images, at the server or at the users, with which this result of
+        `run` was trained; 0 if no number is set."""
+        at_users = run.labels_at == "users" or run.method == "fixmatch"
+        return self.setting("split", "user_labels" if at_users else "server_labels", run.server_labels) or 0
 
 
 @dataclass(frozen=True)
@@ -106,20 +113,13 @@ def write(path: Path, run: PaperRun, origin: dict[str, Any]) -> Path:
         **{key: summary.get(key) for key in summary_keys},
         "evaluation_seconds": evaluating,
         "curve": curve,
-        "mask_rate": _mean_mask_rate(rounds.values()),
+        "mask_rate": mean_mask_rate(rounds.values()),
         "diversity": [event for event in events if event["event"] == "diversity"],
         "config": config,
     }
     file = path / FILE
     folder.write_atomic(file, _compact(whole).encode())
     return file
-
-
-def _mean_mask_rate(rounds: Iterable[dict[str, Any]]) -> float | None:
-    """Returns the mean of the mask rate over the rounds, or None if no round recorded it. `rounds` are the
-    events of the rounds."""
-    rates = [event["mask_rate"] for event in rounds if event.get("mask_rate") is not None]
-    return statistics.mean(rates) if rates else None
 
 
 def _compact(whole: dict[str, Any]) -> str:

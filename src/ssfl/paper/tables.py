@@ -70,9 +70,8 @@ def setting(run: PaperRun, trained: PaperResult | None = None) -> str:
     which may have other data, or fewer labels and users."""
     data, users, skew, labels = run.data, run.users, run.skew, run.server_labels
     if trained is not None:
-        key = "user_labels" if run.labels_at == "users" or run.method == "fixmatch" else "server_labels"
         data, users = trained.data, trained.setting("split", "users", users)
-        skew, labels = trained.setting("split", "skew", skew), trained.setting("split", key, labels)
+        skew, labels = trained.setting("split", "skew", skew), trained.labels(run)
     words = [NAMES[run.method], data, f"K={users}", f"C={run.participants}"]
     words += [f"S={run.groups}"] if run.groups else []
     words += [f"R={skew:g}", f"T={run.period}"]

@@ -13,6 +13,7 @@ from ssfl.runs.text import interval, percent
 MOST_CLASSES, WORST = 60, 10
 """With more than MOST_CLASSES classes, the confusion matrix shows only half that many: the classes with the
 lowest accuracy. WORST is how many classes a table lists, also those with the lowest accuracy."""
+_BECOMES = "the prediction for a weak view becomes a pseudo-label if its confidence is"
 Shares = list[list[float | None]]
 
 
@@ -122,7 +123,8 @@ def views(run: Run, seen: Seen, whose: str = "", others: Sequence[tuple[str, Run
         rules.setdefault(threshold_rule(other), []).append(name)
     for other_rule, names in rules.items():
         if other_rule and other_rule != rule:
-            sentence += f" With {', '.join(names)}, it must be at least {other_rule}."
+            needs = "it must be" if rule else _BECOMES
+            sentence += f" With {', '.join(names)}, {needs} at least {other_rule}."
     counts = None if least is None else [item["confidence"] >= least for item in seen.views]
     items = [{**item, "counts": counts and counts[k]} for k, item in enumerate(seen.views)]
     title = "Weak and strong views of the same images"

@@ -21,9 +21,10 @@ _READ = """Low diversity means that the updates of the users are nearly parallel
 collapse. It is a collapse if nearly all images have a pseudo-label (mask rate near 1) while the pseudo-labels
 are mostly wrong or the accuracy falls."""
 _MEANS = """Accuracy on the test images after the last round: mean and standard deviation over runs that
-differ only in their seeds. The interval is the Wilson interval for this number of test images. Mask rate: the
-share of the users' images with a pseudo-label in the last fifth of the rounds. Correct pseudo-labels: the
-share of these that are correct."""
+differ only in their seeds. With several seeds, the interval is that of the mean over the seeds (Student's t).
+With one seed, it is Wilson's interval, which reflects only the number of test images. Mask rate: the share of
+the users' images with a pseudo-label in the last fifth of the rounds. Correct pseudo-labels: the share of
+these that are correct."""
 
 
 def make(runs: Sequence[Run]) -> list[dict[str, Any]]:
@@ -106,17 +107,15 @@ def _standings(
     """Returns the first section of a report on several runs. It says whether the best two experiments differ
     clearly, warns about runs that collapsed, and has a table of the experiments. `seen` returns the
     predictions of a run, or a sentence that says why there are none."""
-    heads = (
-        "seeds",
-        "accuracy",
-        "correct",
-        "95 % interval",
-        "mask rate",
-        "correct pseudo-labels",
-        "time",
-        "bytes",
-    )
-    rows: list[list[Cell]] = [[family.name, *map(number, _standing(family))] for family in families]
+    heads = ["seeds", "accuracy", "correct", "95 % interval", "mask rate", "correct pseudo-labels", "time",
+             "bytes"]  # fmt: skip
+    cells = [_standing(family) for family in families]
+    if all(family.correct == "–" for family in families):  # with several seeds each
+        for line in (heads, *cells):
+            del line[2]
+    rows: list[list[Cell]] = [
+        [family.name, *map(number, line)] for family, line in zip(families, cells, strict=True)
+    ]
     ends = {family.name: family.ends for family in families if family.ends}
     items: list[Block] = [
         {"name": name, "value": fmean(values), "text": several.spread(values)}
@@ -157,7 +156,8 @@ def _standing(family: Family) -> list[str]:
     return [
         seeds,
         several.spread(family.ends),
-        *family.counts,
+        family.correct,
+        family.interval,
         *map(several.spread, (masks, correct)),
         duration(fmean(cost["seconds"] for cost in spent)),
         costs.size(fmean(cost["bytes_up"] + cost["bytes_down"] for cost in spent)),

@@ -7,7 +7,8 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from ssfl.report.gather import Points, Run, settings, thinned
+from ssfl.core.statistics import accuracy_interval
+from ssfl.report.gather import Points, Run, Score, settings, thinned
 from ssfl.runs import folder
 from ssfl.runs.text import interval
 
@@ -64,16 +65,32 @@ class Family:
         return [run.judged[-1][1] for run in self.counted if run.judged]
 
     @property
-    def counts(self) -> tuple[str, str]:
-        """Two texts for a table: the mean number of correct images, such as "912.3 of 1,000", and the 95 %
-        interval of the accuracy. Both are "–" if the runs have different numbers of images, or no accuracy
-        yet."""
-        scores = [run.score for run in self.counted if run.score is not None and run.score.count]
-        if not scores or len({score.count for score in scores}) > 1:
-            return "–", "–"
-        correct, count = fmean(score.correct for score in scores), scores[0].count
-        text = f"{correct:,.0f}" if len(scores) == 1 else f"{correct:,.1f}"
-        return f"{text} of {count:,}", interval(correct, count)
+    def accuracies(self) -> dict[tuple[int, int], float]:
+        """The last accuracy in percent of each seed; the mean if several runs have this seed."""
+        return {seed: 100 * fmean(run.judged[-1][1] for run in runs) for seed, runs in self.by_seed.items()}
+
+    @property
+    def correct(self) -> str:
+        """How many images the only run classifies correctly, such as "912 of 1,000". It is "–" if there are
+        several runs, because a mean count is that of no run, or if the run has no accuracy yet."""
+        score = self._only_score
+        return "–" if score is None else f"{score.correct:,} of {score.count:,}"
+
+    @property
+    def interval(self) -> str:
+        """The 95 % interval of the accuracy, such as "89.3 to 92.8 %"; "–" if there is none. With several
+        runs, it is Student's t interval of the mean over the seeds. With one run, it is Wilson's interval,
+        which reflects only the limited number of images."""
+        if self._only_score is not None:
+            return interval(self._only_score.correct, self._only_score.count)
+        ends = accuracy_interval(list(self.accuracies.values())) if len(self.counted) > 1 else None
+        return "–" if ends is None else f"{ends.low:.1f} to {ends.high:.1f} %"
+
+    @property
+    def _only_score(self) -> Score | None:
+        """The accuracy of the only run with its counts; None if there are several runs or no counts."""
+        score = self.counted[0].score
+        return score if len(self.counted) == 1 and score is not None and score.count else None
 
     def curve(self, look: int, points_of: Callable[[Run], Points]) -> dict[str, Any] | None:
         """Returns the experiment's line in a chart: the mean over the runs in `counted`, with a band of one

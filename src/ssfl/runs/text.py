@@ -44,6 +44,22 @@ def interval(correct: float, count: int) -> str:
     return f"{100 * low:.1f} to {100 * high:.1f} %"
 
 
+def points(low: float, high: float) -> str:
+    """Returns an interval of a difference in percentage points as text, such as "−0.63 to 1.07"."""
+    return f"{_point(low)} to {_point(high)}"
+
+
+def difference(apart: statistics.SeedMean) -> str:
+    """Returns a mean difference in percentage points as text, with its 95 % interval in brackets if there is
+    one, such as "0.22 (−0.63 to 1.07)"."""
+    interval = "" if apart.interval is None else f" ({points(*apart.interval)})"
+    return f"{_point(apart.mean)}{interval}"
+
+
+def _point(value: float) -> str:
+    return f"{round(value, 2) + 0.0:.2f}".replace("-", "−")  # adding 0.0 turns -0.0 into 0.0
+
+
 def accuracy(correct: float, count: int) -> str:
     """Returns the accuracy `correct` / `count` as text, with both numbers and its 95 % confidence
     interval."""
