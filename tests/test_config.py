@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+import ssfl
 from ssfl import methods
 from ssfl.cli import explain
 from ssfl.config import loading as configs
@@ -353,6 +354,9 @@ def test_configs_that_are_not_there(tmp_path: Path) -> None:
 
 def test_overrides_may_be_a_dict(tmp_path: Path) -> None:
     """Values are those of Python, so a text that looks like a number stays a text."""
+    assert ssfl.load_config("quickstart", {"federation.rounds": 5}).federation.rounds == 5
+    with pytest.raises(ConfigError, match=r"federation\.rounds"):
+        ssfl.load_config("quickstart", {"federation": {"rounds": 5}})
     texts = ["federation.rounds=5", "train.lr=0.1", "data.flip=true", "run.engine=vmap", "data.path=a b/7"]
     values = {
         "federation.rounds": 5,

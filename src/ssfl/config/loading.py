@@ -56,9 +56,9 @@ OUTSIDE = ("data.name", "model.name", "method.name")
 """Settings whose value may be the import path of Python code outside the package, such as `FILE.py:NAME`."""
 _SECTIONS_HINT = f": use one of {', '.join(NAMES)}"
 __all__ = [
-    "CONFIGS", "PROJECT", "RENAMED", "Config", "apply", "as_dict", "check_early", "check_overrides",
-    "checked_method", "from_dict", "is_image_folder", "load_config", "presets", "read", "to_toml",
-    "unchecked", "with_method",
+    "CONFIGS", "PROJECT", "RENAMED", "Config", "apply", "as_dict", "as_texts", "check_early",
+    "check_overrides", "checked_method", "from_dict", "is_image_folder", "load_config", "presets", "read",
+    "to_toml", "unchecked", "with_method",
 ]  # fmt: skip
 
 
@@ -75,19 +75,29 @@ def load_config(
     preset `own` is used, because the settings of `quickstart` suit only its own data set, digits. A `method`
     object replaces the section [method].
     """
-    if isinstance(overrides, Mapping):
-        overrides = [_as_text(key, value) for key, value in overrides.items()]
     return from_dict(read(source, overrides), method=method)
 
 
-def read(source: str | Path | None = None, overrides: Iterable[str] = ()) -> dict[str, Any]:
+def as_texts(overrides: Iterable[str] | Mapping[str, Any]) -> list[str]:
+    """Returns overrides as a list of texts `section.key=value`. They may be given as such texts, as a single
+    text, or as a dict {"section.key": value}."""
+    if isinstance(overrides, str):
+        return [overrides]
+    if isinstance(overrides, Mapping):
+        return [_as_text(key, value) for key, value in overrides.items()]
+    return list(overrides)
+
+
+def read(
+    source: str | Path | None = None, overrides: Iterable[str] | Mapping[str, Any] = ()
+) -> dict[str, Any]:
     """Returns the settings that the source and the overrides contain, as {section: {key: value}}. No defaults
     are added and no values are checked. If `source` is None, a preset is read, chosen as in `load_config`.
 
     If the source is a preset and the overrides choose another method, the preset's settings of its own method
     are left out.
     """
-    overrides = [overrides] if isinstance(overrides, str) else list(overrides)
+    overrides = as_texts(overrides)
     if source is None:
         own_data = any(override.startswith(("data.path=", "data.name=")) for override in overrides)
         source = "own" if own_data else "quickstart"
@@ -464,6 +474,8 @@ def _as_text(key: Any, value: Any) -> str:
     if not isinstance(key, str) or "." not in key:
         homes = _homes(key) if isinstance(key, str) else []
         example = f"{homes[0]}.{key}" if homes else "split.users"
+        if isinstance(value, Mapping) and value:
+            example = f"{key}.{next(iter(value))}"
         raise ConfigError(
             f"{key!r} is not the name of a setting: write section.key, such as {example!r}", key=str(key)
         )

@@ -363,18 +363,18 @@ def has_pretrained() -> bool:
 
 def load_config(
     source: str | Path | None = None,
-    overrides: Iterable[str] = (),
+    overrides: Iterable[str] | Mapping[str, Any] = (),
     method: "Method | None" = None,
     *,
     sites: bool = False,
 ) -> Config:
     """Returns a config from a preset, a TOML file, a folder with an ssfl.toml or a folder of images, after
-    applying overrides such as "train.lr=0.1".
+    applying overrides: texts such as "train.lr=0.1", or a dict such as {"train.lr": 0.1}.
 
     For a folder of images, settings that the user did not set are chosen to suit the images (see `choose`),
     and the reasons are shown. With `sites`, the users are real sites.
     """
-    overrides = [overrides] if isinstance(overrides, str) else list(overrides)
+    overrides = loading.as_texts(overrides)
     set_by_user: Sections = {}
     loading.apply(set_by_user, overrides)
     sections = loading.read(source, overrides)
