@@ -18,7 +18,7 @@ from typing import Any
 
 from ssfl.contest import texts
 from ssfl.contest.standings import GUESSING
-from ssfl.core.statistics import mean_difference
+from ssfl.core.statistics import mean_difference, wilson
 from ssfl.models import backbones
 from ssfl.runs.provenance import ROOT
 from ssfl.runs.text import difference
@@ -49,7 +49,9 @@ Each section has two tables. The first has the accuracies, the second the amount
 - **Accuracy** is measured on the test images after the last round. It is the mean and standard deviation
   over seeds. A seed sets the split, the initial weights and the random draws, the same for every method.
 - **The interval** is Student's t over the seeds. If it contains 0, these seeds cannot distinguish the method
-  from the first one.
+  from the first one. It covers the splits and the random draws, but not the test images, because all seeds
+  use the same ones. And the first method is first partly by luck, so the other methods look slightly worse
+  than they are.
 - **A run has diverged** if its loss or an update was not finite. The mean of a method is only over its runs
   that did not diverge. A line below the table names each method with a diverged run.
 - **A run has collapsed** if it ended more than ten points below its own best validation accuracy, or if
@@ -66,7 +68,10 @@ Each section has two tables. The first has the accuracies, the second the amount
   total over all users. `semifl` makes two passes for an image, and `fl2` three. `semifl`, `fl2` and
   `cbafed` make none for an image without a pseudo-label.
 - **Chosen settings** are the learning rate and the threshold that the contest chose for the method on
-  validation images. If no threshold is listed, the method has none or its default was best.
+  validation images. If no threshold is listed, the method has none or its default was best. "Largest tried"
+  or "smallest tried" means that a value outside the tried range may be better. All choices were made with
+  one seed. The line below the tables says on how many validation images: with few images, a choice may be
+  chance.
 
 Older contests are on [another page](results-contest.md). Their rules were less fair to `semifl`, `fl2` and
 `cbafed`.
@@ -205,8 +210,24 @@ def _tables(contests: Sequence[tuple[str, dict[str, Any]]]) -> str:
     rows.sort(key=lambda row: (row.standing["diverged"] > 0, -(row.standing["mean"] or 0.0)))
     accuracy = [_accuracy(row, None if row is rows[0] else rows[0]) for row in rows]
     notes = [f"- {line}\n" for row in rows for line in _notes(row)]
-    first = f"{_markdown(ACCURACY, accuracy)}\n\n{''.join(notes)}"
-    return first + "\n" * bool(notes) + _markdown(WORK, [_work(row) for row in rows])
+    first = f"{_markdown(ACCURACY, accuracy)}\n\n{''.join(notes)}" + "\n" * bool(notes)
+    return "\n".join([first + _markdown(WORK, [_work(row) for row in rows]), *_choices(rows)])
+
+
+def _choices(rows: Sequence[Row]) -> list[str]:
+    """Returns, in a list, a line that says on how many validation images the settings were chosen, and how
+    far chance can move an accuracy on so many. The list is empty if no run has finished."""
+    runs = [run for row in rows for run in row.standing["runs"]]
+    if not runs:
+        return []
+    images = min(run["validation_images"] for run in runs)
+    best = max(tried["validation_accuracy"] or 0.0 for row in rows for tried in row.standing["tries"])
+    low, high = wilson(best * images, images)
+    return [
+        "",
+        f"Settings were chosen on {images:,} validation images. The best accuracy there was "
+        f"{100 * best:.1f} %, with a 95 % interval of {100 * low:.1f} to {100 * high:.1f} %.",
+    ]
 
 
 def _notes(row: Row) -> list[str]:
@@ -257,9 +278,18 @@ def _work(row: Row) -> tuple[str, ...]:
     """Returns the cells of a method in the table of work and settings."""
     one = row.standing
     millions = [f"{one[key] / 1e6:.3g}" for key in ("images", "passes", "server_images")]
-    chosen = ", ".join(option.partition(".")[2] for option in one["options"]) or "–"
+    chosen = ", ".join(_chosen(option, one["tries"]) for option in one["options"]) or "–"
     links = ", ".join(f"[{Path(file).stem}](../results/leaderboard/{file})" for file in row.files)
     return f"`{one['method']}`", *millions, chosen, links
+
+
+def _chosen(option: str, tries: Sequence[dict[str, Any]]) -> str:
+    """Returns a chosen setting as text, such as "lr=0.1". The text says if it is the largest or smallest
+    value that was tried."""
+    section = option.partition("=")[0]
+    tried = [each for one in tries for each in one["options"] if each.partition("=")[0] == section]
+    end = texts.end_of_range(tried, option)
+    return option.partition(".")[2] + f" ({end} tried)" * bool(end)
 
 
 def _between(first: Row, other: Row) -> str:

@@ -13,6 +13,7 @@ from sklearn.metrics import balanced_accuracy_score
 import ssfl as library  # where the fixture of that name is the command
 from conftest import Call
 from image_files import refusal, write_image
+from ssfl.errors import ConfigError
 from ssfl.runs import evaluate, sheet
 from ssfl.runs.predict import predict
 
@@ -76,10 +77,42 @@ def test_the_public_functions_take_a_path_paths_or_an_array(
     larger = np.kron(pixels, np.ones((2, 2), np.uint8))
     assert len(library.predict(trained, larger)) == 20  # resized
     refusal(lambda: library.predict(trained, np.zeros((2, 8, 8, 3), np.uint8)), "images", "1x8x8", "3x8x8")
-    refusal(lambda: library.evaluate(trained, pixels), "folder", "ssfl.predict")  # type: ignore[arg-type]
+    refusal(lambda: library.evaluate(trained, pixels), "folder", "(images, labels)")  # type: ignore[arg-type]
     assert library.evaluate(trained, str(held)).count == len(list(held.rglob("*.png")))
     exported = library.export(trained, str(tmp_path / "model"))
     assert library.predict(exported[0], files) == expected
+
+
+def test_arrays_and_a_folder_are_evaluated_alike(trained: Path, held: Path) -> None:
+    files = sorted(held.rglob("*.png"))
+    pixels = np.stack([X[int(file.stem)] for file in files])
+    names = [file.parent.name for file in files]
+    by_folder = library.evaluate(trained, held)
+    for labels in (names, [int(name) for name in names], np.array([int(name) for name in names])):
+        judged = library.evaluate(trained, (pixels, labels))
+        assert judged.confusion == by_folder.confusion
+        assert str(judged) == str(by_folder)
+        assert [files[one.number] for one in judged.mistakes] == [one.file for one in by_folder.mistakes]
+        assert [row["image"] for row in judged.as_dict()["mistakes"]] == [
+            one.number for one in judged.mistakes
+        ]
+    without = [None, *names[1:]]
+    some = library.evaluate(trained, (torch.from_numpy(pixels), without))
+    assert some.count == len(files) - 1
+    assert {one.number for one in some.answers} == set(range(1, len(files)))
+    refusal(lambda: library.evaluate(trained, (pixels, names[1:])), str(len(files)), "labels")
+    refusal(lambda: library.evaluate(trained, (pixels, [None] * len(files))), "label")
+    with pytest.raises(ConfigError, match="zebra"):
+        library.evaluate(trained, (pixels, ["zebra", *names[1:]]))
+
+
+def test_a_result_can_be_used_in_place_of_its_folder(tmp_path: Path, held: Path) -> None:
+    settings = ["federation.rounds=1", "federation.period=1", "run.threads=1", "run.device=cpu"]
+    result = library.run(library.load_config("quickstart", settings), tmp_path / "run")
+    assert library.evaluate(result, held) == library.evaluate(tmp_path / "run", held)
+    assert library.predict(result, held / "0") == library.predict(tmp_path / "run", held / "0")
+    assert library.export(result, tmp_path / "model")[0].is_file()
+    assert library.resume(result).accuracy == result.accuracy
 
 
 def test_the_command_prints_json_and_a_contact_sheet(ssfl: Call, trained: Path, held: Path) -> None:

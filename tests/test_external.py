@@ -374,6 +374,7 @@ MISTAKES: dict[str, tuple[object, object]] = {
     "too few logits": (lambda: linear(7), (2, 7)),
     "too many dimensions": (lambda: Wrong(lambda y: y[:, None]), (2, 1, 10)),
     "a tuple": (lambda: Wrong(lambda y: (y, y)), "a value of type tuple"),
+    "probabilities": (lambda: Wrong(lambda y: y.softmax(1)), "softmax"),
     "integers": (lambda: Wrong(lambda y: y.long()), "a tensor of torch.int64"),
     "other images": (lambda: nn.Conv2d(3, 10, 3), RuntimeError),
     "all frozen": (lambda: linear().requires_grad_(False), 0),
@@ -404,6 +405,11 @@ def test_every_mistake_is_one_line(quick: Make, mistake: str) -> None:
         assert str(error).startswith("model")  # the argument, not a setting that nobody wrote
         assert "in memory" not in str(error)
         assert "\n" not in str(error)
+
+
+def test_log_probabilities_are_logits(quick: Make) -> None:
+    """A softmax of them gives the same probabilities as of the logits."""
+    assemble.make(quick("run.engine=loop"), lambda: Wrong(lambda y: y.log_softmax(1)))
 
 
 def test_a_frozen_layer_may_have_such_buffers(quick: Make) -> None:

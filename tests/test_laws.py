@@ -15,7 +15,8 @@ from ssfl.federation import Fed, Labels, Look, Method, State, Step, Users
 from ssfl.methods import METHODS, parts
 from ssfl.runs import laws
 
-ENGINES, AT_ONCE, RESUMED, REPLAYED = (
+REPEATED, ENGINES, AT_ONCE, RESUMED, REPLAYED = (
+    "a run can be repeated",
     "loop equals vmap",
     "one user at a time equals all at once",
     "a resumed run equals an uninterrupted one",
@@ -105,6 +106,39 @@ def test_a_plain_method_keeps_the_laws() -> None:
 
 def test_users_that_touch_each_other_are_noticed() -> None:
     assert {ENGINES, AT_ONCE} <= broken(Mixes())
+
+
+@dataclass(frozen=True)
+class Noisy(Method):
+    """Weights the loss by a random number that the seed does not determine."""
+
+    threshold: float = 0.2
+
+    def user_loss(self, step: Step) -> Losses:
+        found = parts.consistency(step, self.threshold)
+        return found._replace(loss=found.loss * torch.rand(()))
+
+
+GENERATOR = torch.Generator().manual_seed(1)
+
+
+@dataclass(frozen=True)
+class Hidden(Method):
+    """Has a random generator of its own, whose state no checkpoint saves."""
+
+    threshold: float = 0.2
+
+    def user_loss(self, step: Step) -> Losses:
+        found = parts.consistency(step, self.threshold)
+        return found._replace(loss=found.loss * torch.rand((), generator=GENERATOR))
+
+
+@pytest.mark.slow
+def test_random_generators_are_noticed_and_named() -> None:
+    (found,) = (law for law in laws.check(Noisy()) if law.name == REPEATED)
+    assert not found.holds
+    assert "torch (rand)" in found.detail
+    assert REPEATED in broken(Hidden())
 
 
 @pytest.mark.slow

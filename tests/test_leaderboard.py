@@ -9,15 +9,20 @@ import pytest
 from benchmarks import leaderboard
 from ssfl.config.loading import as_dict, load_config
 from ssfl.contest import texts
+from ssfl.core.statistics import wilson
 
 
 def standing(method: str, accuracies: list[float], commit: str = "1234567890") -> dict[str, Any]:
     config = as_dict(load_config("quickstart", [f"method.name={method}", "federation.participants=10"]))
     runs = [
-        {"seed": seed, "accuracy": value / 100, "device": "cpu", "commit": commit, "mask_rate": 0.5}
+        {"seed": seed, "accuracy": value / 100, "device": "cpu", "commit": commit, "mask_rate": 0.5,
+         "validation_images": 143}
         for seed, value in enumerate(accuracies, 1)
-    ]
+    ]  # fmt: skip
+    tries = [(["train.lr=0.01"], 0.90), (["train.lr=0.03"], 0.92), (["train.lr=0.09"], None),
+             (["train.lr=0.03", "method.threshold=0.8"], 0.93)]  # fmt: skip
     return {
+        "tries": [{"options": options, "validation_accuracy": score} for options, score in tries],
         "method": method, "mean": sum(accuracies) / len(accuracies), "deviation": 0.5, "diverged": 0,
         "collapsed": 1, "images": 2_000_000, "passes": 3_000_000, "server_images": 400_000, "runs": runs,
         "options": ["train.lr=0.03", "method.threshold=0.8"], "config": config,
@@ -104,3 +109,16 @@ def test_files_that_do_not_say_how_they_came_about_are_refused(tmp_path: Path) -
         files = written(tmp_path / name, **{name: told})
         with pytest.raises(leaderboard.Unfit, match=name):
             leaderboard.page(files)
+
+
+def test_the_page_says_which_choices_are_at_the_end_of_the_tried_values_and_on_how_many_images(
+    tmp_path: Path,
+) -> None:
+    inside, outside = standing("anchored", [90, 92, 94]), standing("semifl", [89, 93, 91])
+    outside["options"] = ["train.lr=0.09"]
+    page = leaderboard.page(written(tmp_path, one=contest(inside, outside)))
+    work = [line.split(" | ")[4] for line in page.splitlines() if line.startswith("| `")][2:]
+    assert work == ["lr=0.03, threshold=0.8", "lr=0.09 (largest tried)"]
+    low, high = wilson(0.93 * 143, 143)
+    assert "chosen on 143 validation images" in page
+    assert f"93.0 %, with a 95 % interval of {100 * low:.1f} to {100 * high:.1f} %" in page

@@ -180,7 +180,7 @@ def choice(method: str, tries: Sequence[Try], images: int, default: str = "") ->
         f"{method}: chose {chosen} (validation accuracy {percent(best)} on {images:,} images; {scores})"
     ]
     for place, option in enumerate(taken):
-        end = _end([options[place] for _, options in tries], option)
+        end = end_of_range([options[place] for _, options in tries], option)
         remarks += [f"{name((option,))} is the {end} value that was tried"] if end else []
     near = [name(options) for score, options in others if round((best - score) * images) <= 1]
     if near:
@@ -188,7 +188,7 @@ def choice(method: str, tries: Sequence[Try], images: int, default: str = "") ->
     return "; ".join(remarks)
 
 
-def _end(options: Iterable[str], taken: str) -> str:
+def end_of_range(options: Iterable[str], taken: str) -> str:
     """Returns "smallest" or "largest" if the setting `taken` is at that end of the values that were tried.
     Returns "" if it is between others, if there are fewer than three values, or if they are not numbers."""
     try:

@@ -177,7 +177,7 @@ def coded_labels(labels: Array, names: tuple[str, ...], what: str) -> Index:
         if unknown:
             raise ConfigError(
                 f"{what}: {sorted(unknown)[0]!r} is not a class. The classes are {', '.join(names[:12])}: "
-                "correct the label, or add the class to classes",
+                "correct the label",
                 key=what,
                 value=sorted(unknown)[0],
             )

@@ -330,6 +330,13 @@ def _check_logits(module: nn.Module, setting: str, classes: int, shape: tuple[in
             f"not {expected}: {fix}",
             tuple(logits.shape),
         )
+    one = torch.ones(len(images), dtype=logits.dtype)
+    if classes > 1 and bool((logits > 0).all()) and torch.allclose(logits.sum(1), one, atol=1e-3):
+        raise _refused(
+            f"{setting} returned probabilities, because each row is positive and sums to 1: remove the "
+            "softmax from the end of its forward, since the loss applies it to logits",
+            "softmax",
+        )
 
 
 def _check_training(network: nn.Module, setting: str, shape: tuple[int, int, int]) -> None:
@@ -340,7 +347,7 @@ def _check_training(network: nn.Module, setting: str, shape: tuple[int, int, int
         copied = copy.deepcopy(network).train()
         key = torch.tensor(7)
         changed = _changed_buffer(copied, _example(shape), key)
-        states = _random_states()
+        states = random_states()
         first, again = (copied(_example(shape), key) for _ in range(2))
         first.sum().backward()
     except Exception as error:
@@ -351,11 +358,11 @@ def _check_training(network: nn.Module, setting: str, shape: tuple[int, int, int
             "statistics of normalisation layers are kept and averaged: use a layer without such a buffer",
             changed,
         )
-    used = [kind for kind, state in _random_states().items() if state != states[kind]]
+    used = [kind for kind, state in random_states().items() if state != states[kind]]
     if used or not torch.allclose(first, again, 1e-3, 1e-4, equal_nan=True):
         source = " and ".join(used) or "a generator of its own"
         if "torch" in used:
-            with _Watch() as watch, torch.no_grad():
+            with Watch() as watch, torch.no_grad():
                 copied(_example(shape), key)
             source = f"torch ({watch.function})" if watch.function else source
         raise _refused(
@@ -415,7 +422,8 @@ def _seeded(seed: int) -> Iterator[None]:
             np.random.set_state(array)  # noqa: NPY002
 
 
-def _random_states() -> dict[str, Any]:
+def random_states() -> dict[str, Any]:
+    """Returns the states of the global random generators of torch, Python and numpy, by their names."""
     array = np.random.get_state(legacy=False)["state"]  # noqa: NPY002
     return {
         "torch": torch.get_rng_state().numpy().tobytes(),
@@ -424,7 +432,7 @@ def _random_states() -> dict[str, Any]:
     }
 
 
-class _Watch(TorchFunctionMode):
+class Watch(TorchFunctionMode):
     """Finds out which torch function draws random numbers. While active, it records in `function` the name of
     the first one that draws any."""
 

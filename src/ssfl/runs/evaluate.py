@@ -1,29 +1,40 @@
-"""Evaluates a trained model on a folder of labelled images that has a sub-folder for each class."""
+"""Evaluates a trained model on labelled images: a folder that has a sub-folder for each class, or arrays."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from torch import Tensor
+
 from ssfl.core import statistics
 from ssfl.data import pictures
+from ssfl.data.array_checks import Array, as_array, coded_labels
 from ssfl.data.dataset import UNLABELLED, WHITE
 from ssfl.errors import DataError, warn_user
 from ssfl.models.external import Factory
-from ssfl.runs.predict import load_model, probabilities
+from ssfl.runs import text
+from ssfl.runs.predict import Classifier, load_model, of_array, probabilities
 
 BINS = 10
+MOST_CLASSES = 20
+"""With more classes than this, the confusion matrix is not shown as text."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The prediction for one image file: its true class, its predicted class (both as class numbers) and the
+    """The prediction for one image: its true class, its predicted class (both as class numbers) and the
     confidence."""
 
-    file: Path
     label: int
     predicted: int
     confidence: float
+    number: int
+    """The position of the image in the array, or of its file among those that could be read."""
+    file: Path | None = None
+    """The image file; None for an image of an array."""
 
     @property
     def correct(self) -> bool:
@@ -32,10 +43,12 @@ class Answer:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The predictions of a model for all images of a folder, and the metrics computed from them."""
+    """The predictions of a model for labelled images, and the metrics computed from them. As text
+    (`print(evaluation)`), it is the table that `ssfl evaluate` shows."""
 
     run: str
-    folder: str
+    folder: str | None
+    """The folder of the images; None if they were arrays."""
     classes: tuple[str, ...]
     answers: list[Answer] = field(repr=False)
     broken: list[str]
@@ -101,7 +114,41 @@ class Evaluation:
     def mistakes(self) -> list[Answer]:
         """The wrong predictions, sorted by confidence: the most confident mistake comes first."""
         wrong = [answer for answer in self.answers if not answer.correct]
-        return sorted(wrong, key=lambda answer: (-answer.confidence, str(answer.file)))
+        return sorted(wrong, key=lambda answer: (-answer.confidence, str(answer.file), answer.number))
+
+    def __str__(self) -> str:
+        caveat = (
+            f"; only {self.count} images, so this is a rough estimate" if self.count < statistics.FEW else ""
+        )
+        gap = self.mean_confidence - self.accuracy
+        calibration = "neither over- nor underconfident on average"
+        if abs(gap) >= 0.03:
+            calibration = "overconfident" if gap > 0 else "underconfident"
+        matrix, classes = self.confusion, self.classes
+        rows = [["class", "images", "correct", "accuracy", "95 % interval", "most often confused with"]]
+        for k, row in enumerate(matrix):
+            total = sum(row)
+            if not total:
+                continue
+            most, other = max(((many, j) for j, many in enumerate(row) if j != k), default=(0, k))
+            confused = f"{classes[other]} ({most})" if most else "-"
+            share = text.percent(row[k] / total)
+            rows.append([classes[k], f"{total}", f"{row[k]}", share, text.interval(row[k], total), confused])
+        lines = [
+            f"accuracy           {text.accuracy(self.correct, self.count)}{caveat}",
+            f"balanced accuracy  {text.percent(self.balanced_accuracy)}",
+            f"calibration error  {text.percent(self.calibration_error)} (mean confidence "
+            f"{text.percent(self.mean_confidence)}: {calibration})",
+            "",
+            *text.table(rows).splitlines(),
+        ]
+        if len(classes) <= MOST_CLASSES:
+            head = ["true \\ predicted", *classes]
+            cells = [
+                [classes[k], *(str(many or "·") for many in row)] for k, row in enumerate(matrix) if sum(row)
+            ]
+            lines += ["", *text.table([head, *cells]).splitlines()]
+        return "\n".join(lines)
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the whole evaluation as a dict of plain values, as `ssfl evaluate --json` prints it."""
@@ -131,7 +178,8 @@ class Evaluation:
             },
             "mistakes": [
                 {
-                    "file": str(one.file), "class": self.classes[one.label],
+                    **({"image": one.number} if one.file is None else {"file": str(one.file)}),
+                    "class": self.classes[one.label],
                     "predicted": self.classes[one.predicted], "confidence": one.confidence,
                 }
                 for one in self.mistakes
@@ -140,35 +188,60 @@ class Evaluation:
         }  # fmt: skip
 
 
-def evaluate(run: str | Path, folder: str | Path, *, model: Factory | str | None = None) -> Evaluation:
-    """Evaluates a run's model on the images of `folder`, which has a sub-folder for each class. The result
-    has `accuracy`, `interval`, `class_accuracy`, `confusion`, `calibration_error`, `mistakes` and others;
-    `as_dict()` returns all of them as plain values.
+def evaluate(
+    run: str | os.PathLike[str],
+    images: str | Path | tuple[Array, Array],
+    *,
+    model: Factory | str | None = None,
+) -> Evaluation:
+    """Evaluates a run's model on labelled images. The result has `accuracy`, `interval`, `class_accuracy`,
+    `confusion`, `calibration_error`, `mistakes` and others. `as_dict()` returns all of them as plain values,
+    and `print` shows them as a table.
 
-    `run` is a run folder or an exported .safetensors file. If the run used a network of your own,
-    `model` is the function that makes it, or its import path.
+    `images` is a folder that has a sub-folder for each class, or a pair (images, labels) of arrays as for
+    `ssfl.Data`. `run` is a run folder, its `ssfl.Result` or an exported .safetensors file. If the run used a
+    network of your own, `model` is the function that makes it, or its import path.
 
     Files are read exactly as `predict` reads them. Files that cannot be read are left out, and the field
     `broken` of the result lists them. Raises if no file can be read.
     """
-    if not isinstance(folder, str | Path):
+    pair = isinstance(images, tuple) and len(images) == 2
+    if not pair and not isinstance(images, str | Path):
         raise DataError(
-            f"folder is of type {type(folder).__name__}: pass the path of a folder that has a sub-folder for "
-            "each class; for arrays, use ssfl.predict(run, images)"
+            f"images is of type {type(images).__name__}: pass the path of a folder that has a sub-folder for "
+            "each class, or a pair (images, labels) of arrays"
         )
     classifier = load_model(run, model)
-    label_of = dict(labelled_files(Path(folder), classifier.classes))
+    if isinstance(images, tuple):
+        answers = _answers(classifier, *images)
+        return Evaluation(os.fspath(run), None, classifier.classes, answers, [], classifier.white)
+    label_of = dict(labelled_files(Path(images), classifier.classes))
     broken: list[str] = []
     answers = [
-        Answer(file, label_of[file], int(shares.argmax()), float(shares.max()))
-        for file, shares in probabilities(classifier, list(label_of), broken)
+        Answer(label_of[file], int(shares.argmax()), float(shares.max()), number, file)
+        for number, (file, shares) in enumerate(probabilities(classifier, list(label_of), broken))
     ]
     if not answers:
         raise DataError(
-            f"{folder}: none of its {len(broken)} images can be read; the first error: {broken[0]}. "
+            f"{images}: none of its {len(broken)} images can be read; the first error: {broken[0]}. "
             "Check that the files are complete images"
         )
-    return Evaluation(str(run), str(folder), classifier.classes, answers, broken, classifier.white)
+    return Evaluation(os.fspath(run), str(images), classifier.classes, answers, broken, classifier.white)
+
+
+def _answers(classifier: Classifier, images: Array, labels: Array) -> list[Answer]:
+    """Returns the predictions for the labelled images of an array; images without a label are left out."""
+    pixels = images if isinstance(images, Tensor) else as_array(images, "images")
+    codes = coded_labels(labels, classifier.classes, "labels")
+    if len(pixels) != len(codes):
+        raise DataError(f"there are {len(pixels)} images and {len(codes)} labels: pass one label per image")
+    known = np.flatnonzero(codes >= 0)
+    if not len(known):
+        raise DataError("no image has a label: pass at least one image whose label is not -1 or None")
+    return [
+        Answer(int(codes[number]), int(shares.argmax()), float(shares.max()), int(number))
+        for number, shares in zip(known, of_array(classifier, pixels[known]), strict=True)
+    ]
 
 
 def labelled_files(folder: Path, classes: Sequence[str]) -> list[tuple[Path, int]]:

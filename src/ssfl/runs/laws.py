@@ -7,7 +7,7 @@ users and rounds. If a rule is broken, the output names the likely cause.
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -22,6 +22,7 @@ from ssfl.core.outside import IN_MEMORY
 from ssfl.engines.work import make_batch
 from ssfl.errors import ConfigError, MethodError, SsflError, SsflWarning, with_class
 from ssfl.federation import Method, State
+from ssfl.models import external
 from ssfl.models.external import Factory
 from ssfl.runs import assemble, checkpoints
 from ssfl.runs.checkpoints import Checkpoint
@@ -43,6 +44,8 @@ THRESHOLDS = (0.12, 0.15, 0.2, 0.3, 0.5)
 """Confidence thresholds that are tried, one after another, until the mask rate is within `MASKED`. They are
 for methods that have a threshold."""
 
+REPEATED = "a run can be repeated"
+"""The name of the rule that all random numbers come from the seed."""
 OTHER_IMAGES = (
     "The check trains on images with 1 x 8 x 8 pixels and 10 classes, unless a setting says otherwise: use "
     "--set data.size=32 for another size, --set data.path=FILE.npz or --set data.name=FILE.py:load for others"
@@ -117,7 +120,21 @@ def _laws(config: Config, model: Factory | str | None, mask: float | None) -> It
         f"another threshold, such as {_another_threshold(config.method, mask or 0.0)}"
     )
     yield Law("some images are trained on and some are not", useful, rated + hint)
+    before = external.random_states()
     loop = _played(config, model)
+    used = [kind for kind, now in external.random_states().items() if now != before[kind]]
+    instead = "make all draws from look.keys or fed.key(purpose)"
+    if used:
+        watch = external.Watch()
+        _played(config, model, around=watch)
+        source = " and ".join(used) + f" ({watch.function})" * bool(watch.function)
+        yield Law(REPEATED, False, f"the method draws random numbers from {source}: {instead}")
+    else:
+        yield law(
+            REPEATED,
+            f"two runs with the same seed differ, so the method draws random numbers of its own: {instead}",
+            lambda: _apart(loop, _played(config, model)),
+        )
     vmap = replace(config, run=replace(config.run, engine="vmap"))
     yield law(
         "loop equals vmap",
@@ -185,14 +202,21 @@ def _with_some_labels(
     return best, rate
 
 
-def _played(config: Config, model: Factory | str | None, rates: list[float] | None = None) -> State:
+def _played(
+    config: Config,
+    model: Factory | str | None,
+    rates: list[float] | None = None,
+    around: AbstractContextManager[object] | None = None,
+) -> State:
     """Trains with this config and returns the state after the last round. If `rates` is a list, the mask rate
-    of each round is appended to it."""
+    of each round is appended to it. Each round is played inside the context manager `around`, if there is
+    one."""
     sim = assemble.make(config, model)
     with closing(sim.engine):
         state = sim.initial()
         for _ in range(sim.rounds):
-            state, events = sim.play(state)
+            with around or nullcontext():
+                state, events = sim.play(state)
             rate = events[0].get("mask_rate")
             if rates is not None and rate is not None:
                 rates.append(rate)

@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import os
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -148,10 +149,10 @@ def check_description(card: Any) -> None:
         )
 
 
-def load_model(run: str | Path, model: external.Factory | str | None = None) -> Classifier:
+def load_model(run: str | os.PathLike[str], model: external.Factory | str | None = None) -> Classifier:
     """Returns the final model of a run as a `Classifier`, in eval mode; its class names are in `.classes`.
-    `run` is a run folder or an exported .safetensors file. If the run is not finished, the model of its last
-    checkpoint is returned, with a warning.
+    `run` is a run folder, its `ssfl.Result` or an exported .safetensors file. If the run is not finished, the
+    model of its last checkpoint is returned, with a warning.
 
     If the run used a network of your own, `model` is the function that makes it, or its import path.
     """
@@ -285,7 +286,7 @@ def classifier_of(network: nn.Module, tensors: dict[str, Tensor], card: dict[str
 
 
 def predict(
-    run: str | Path,
+    run: str | os.PathLike[str],
     images: str | Path | Iterable[str | Path] | np.ndarray | Tensor | Sequence[np.ndarray | Tensor],
     broken: list[str] | None = None,
     *,
@@ -306,7 +307,7 @@ def predict(
     if isinstance(images, np.ndarray | Tensor):
         return [
             {"image": number, **_prediction(classifier, shares)}
-            for number, shares in enumerate(_of_array(classifier, images))
+            for number, shares in enumerate(of_array(classifier, images))
         ]
     files = sources.image_files(images)
     return [
@@ -337,7 +338,7 @@ def _prediction(classifier: Classifier, shares: Tensor) -> dict[str, Any]:
     return {"class": classifier.classes[int(shares.argmax())], "confidence": float(shares.max())}
 
 
-def _of_array(classifier: Classifier, images: np.ndarray | Tensor) -> Iterator[Tensor]:
+def of_array(classifier: Classifier, images: np.ndarray | Tensor) -> Iterator[Tensor]:
     """Yields the probabilities [classes] for each image of an array. Images of another size are resized as in
     training, if the model's images are square."""
     pixels = image_tensor(images, "images")
@@ -395,7 +396,9 @@ def probabilities(
             advance(min(batch, len(files) - start))
 
 
-def export(run: str | Path, target: str | Path, *, model: external.Factory | str | None = None) -> list[Path]:
+def export(
+    run: str | os.PathLike[str], target: str | Path, *, model: external.Factory | str | None = None
+) -> list[Path]:
     """Writes the model of a run to three files and returns their paths: TARGET.safetensors (weights),
     TARGET.json (model card) and TARGET.pt2 (a torch.export program). `run` and `model` are as in
     `load_model`.

@@ -29,7 +29,8 @@ MODEL = "model.safetensors"
 
 @dataclass(frozen=True)
 class Result:
-    """The result of a run: its accuracy, its events and its folder."""
+    """The result of a run: its accuracy, its events and its folder. It can be used wherever a run folder is
+    expected, for example in `ssfl.predict`."""
 
     accuracy: float
     """The accuracy of the run's final model on the test images, or over the folds of a cross-validation; nan
@@ -47,6 +48,9 @@ class Result:
     summary: dict[str, Any] = field(default_factory=dict, repr=False)
     """The content of summary.json. Among others, it has the accuracy with its confidence interval and number
     of images, the time and the bytes sent. It also has the verdict: whether the unlabelled images helped."""
+
+    def __fspath__(self) -> str:
+        return str(self.path)
 
     @property
     def verdict(self) -> str | None:

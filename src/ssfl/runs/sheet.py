@@ -21,9 +21,9 @@ metadata."""
 
 
 def write(evaluation: Evaluation, target: Path) -> Path | None:
-    """Writes the contact sheet of an evaluation to `target`, with the most confident mistakes first. Returns
-    its path, or None if there are no mistakes."""
-    worst = evaluation.mistakes[:MOST]
+    """Writes the contact sheet of an evaluation of image files to `target`, with the most confident mistakes
+    first. Returns its path, or None if there are no mistakes."""
+    worst = [(one.file, one) for one in evaluation.mistakes if one.file is not None][:MOST]
     if not worst:
         return None
     _require_ours(target)
@@ -36,7 +36,7 @@ def write(evaluation: Evaluation, target: Path) -> Path | None:
     return target
 
 
-def draw(answers: Sequence[Answer], classes: Sequence[str], white: int) -> Image.Image:
+def draw(answers: Sequence[tuple[Path, Answer]], classes: Sequence[str], white: int) -> Image.Image:
     """Returns a picture that shows the image files of all `answers` in rows. Under each image are its
     predicted class with the confidence, its true class and its file name. `white` is the pixel value that
     becomes white in files with more than 8 bits per channel."""
@@ -45,14 +45,14 @@ def draw(answers: Sequence[Answer], classes: Sequence[str], white: int) -> Image
     tall = SIDE + 3 * LINE + GAP
     sheet = Image.new("RGB", (across * (SIDE + GAP) + GAP, down * tall + GAP), "white")
     pen, font = ImageDraw.Draw(sheet), ImageFont.load_default(13)
-    for place, answer in enumerate(answers):
+    for place, (file, answer) in enumerate(answers):
         x, y = GAP + place % across * (SIDE + GAP), GAP + place // across * tall
-        shown = _picture(answer.file, white)
+        shown = _picture(file, white)
         sheet.paste(shown, (x + (SIDE - shown.width) // 2, y + (SIDE - shown.height) // 2))
         lines = [
             (f"predicted {classes[answer.predicted]}, {answer.confidence:.0%}", "#8f3b00"),
             (f"true {classes[answer.label]}", "black"),
-            (answer.file.name, "#57606a"),
+            (file.name, "#57606a"),
         ]
         for number, (line, colour) in enumerate(lines):
             pen.text((x, y + SIDE + 3 + number * LINE), _cut(line, font), fill=colour, font=font)

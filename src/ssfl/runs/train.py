@@ -2,6 +2,7 @@
 (`round_loop.py`)."""
 
 import math
+import os
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import asdict, replace
@@ -72,7 +73,7 @@ def plain_name(config: Config) -> str:
 
 
 def resume(
-    path: str | Path,
+    path: str | os.PathLike[str],
     report: Report | None = None,
     warn: Warn | None = None,
     *,
