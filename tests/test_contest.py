@@ -606,23 +606,56 @@ def test_methods_choose_their_learning_rate_and_threshold_in_half_of_the_rounds(
     tries = by_name["alternate"].tries
     rates = ["train.lr=0.03", "train.lr=0.01", "train.lr=0.09"]
     assert [list(one["options"]) for one in tries[:3]] == [[rate] for rate in rates]
-    assert len(tries) == 4  # its own threshold is one of the two that all try
+    alone = [one for one in tries if len(one["options"]) == 1]
+    assert len(tries) == len(alone) + 1  # its own threshold is one of the two that all try
     chose = [line for line in told if " chose " in line]
     assert [line.partition("=")[0] for line in chose] == [
         "alternate: chose train.lr", "alternate: chose method.threshold", "server-only: chose train.lr"
     ]  # fmt: skip
     assert all(" % on 70 images; " in line for line in chose)
-    best = max(tries[:3], key=lambda one: one["validation_accuracy"])
-    assert tries[3]["options"] == (*best["options"], "method.threshold=0.8")
-    assert len(by_name["server-only"].tries) == 3
+    best = max(alone, key=lambda one: one["validation_accuracy"])
+    assert tries[-1]["options"] == (*best["options"], "method.threshold=0.8")
+    for few in (alone, by_name["server-only"].tries):
+        values = [float(one["options"][0].partition("=")[2]) for one in few]
+        best = max(few, key=lambda one: one["validation_accuracy"])
+        value = float(best["options"][0].partition("=")[2])
+        assert min(values) < value < max(values) or len(few) == 5
     chosen = max(tries, key=lambda one: one["validation_accuracy"])
     assert by_name["alternate"].options == chosen["options"]
     halves = list(tmp_path.glob("*-half-seed0"))
-    assert len(halves) == 7
+    assert len(halves) == len(tries) + len(by_name["server-only"].tries)
     for path in halves:
         assert runs.read_config(path).federation.rounds == 3
         assert not any("accuracy" in event for event in runs.read_events(path))
     assert runs.read_config(next(tmp_path.glob("alternate-*-seed1"))).federation.rounds == 6
+
+
+def test_a_method_whose_best_learning_rate_is_at_the_end_tries_the_next(tmp_path: Path) -> None:
+    few = [*SHORT, "train.lr=0.0001"]  # too small, so that the largest is always best
+    (found,) = play.play(
+        "quickstart", ["server-only"], 1, sets=few, tune=True, out=tmp_path, tell=lambda line: None,
+        quiet=True,
+    )  # fmt: skip
+    tried = [one["options"][0] for one in found.tries]
+    assert tried[:3] == ["train.lr=0.0001", "train.lr=3.3e-05", "train.lr=0.0003"]
+    scores = [one["validation_accuracy"] for one in found.tries]
+    assert scores[2] == max(scores[:3]) > scores[0]
+    assert tried[3] == "train.lr=0.0009"
+    assert found.options == (tried[scores.index(max(scores))],)
+
+
+def test_a_learning_rate_that_a_method_refuses_is_left_out(tmp_path: Path) -> None:
+    told: list[str] = []
+    (found,) = play.play(
+        "quickstart", ["fedmatch"], 1, sets=[*SHORT, "train.lr=0.05"], tune=True, out=tmp_path,
+        tell=told.append, quiet=True,
+    )  # fmt: skip
+    rates = {one["options"][0] for one in found.tries}
+    assert {"train.lr=0.05", "train.lr=0.017"} <= rates
+    assert "train.lr=0.15" not in rates
+    (line,) = [line for line in told if "left out" in line]
+    assert "train.lr=0.15" in line
+    assert "fedmatch" in line
 
 
 def test_a_run_that_ends_far_below_its_best_has_collapsed(tmp_path: Path) -> None:

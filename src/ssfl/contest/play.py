@@ -22,7 +22,17 @@ from typing import Any
 from ssfl import methods
 from ssfl.config import loading as configs
 from ssfl.config.settings import Config
-from ssfl.contest.protocol import CHOOSING, Entry, Rules, entry, passes, rates, thresholds
+from ssfl.contest.protocol import (
+    CHOOSING,
+    FIRST,
+    Entry,
+    Rules,
+    entry,
+    next_power,
+    passes,
+    rate,
+    thresholds,
+)
 from ssfl.contest.standings import Standing
 from ssfl.contest.texts import Try, choice
 from ssfl.core import plain_files
@@ -148,22 +158,48 @@ def play(
 def _tuned(rules: Rules, method: str, images: int, tell: Tell, quiet: bool) -> list[Try]:
     """Tries several learning rates, then several thresholds with the best learning rate, in runs of half the
     length, and tells after each of the two what was chosen. Returns all tries. `images` is the number of
-    validation images."""
+    validation images.
+
+    While the best learning rate is the smallest or largest that was tried, the next one is tried, too, but
+    only `protocol.FURTHER` times. A learning rate that the method refuses is left out.
+    """
     config = rules.entry(method, CHOOSING, half=True).config
+    by_power: dict[int, Try] = {}
+    refused: list[int] = []
 
     def scored(options: tuple[str, ...]) -> Try:
         entry = rules.entry(method, CHOOSING, options, half=True)
         return _validation(_played(entry, tell, quiet)), options
 
-    scores = [scored((rate,)) for rate in rates(config)]
+    def tried(power: int) -> bool:
+        option = rate(config, power)
+        try:
+            rules.entry(method, CHOOSING, (option,), half=True)
+        except ConfigError as error:
+            tell(f"{option} is left out: {error}")
+            refused.append(power)
+            return False
+        by_power[power] = scored((option,))
+        return True
+
+    def next_one() -> int | None:
+        best = max(by_power, key=lambda power: by_power[power][0])
+        power = next_power(list(by_power), best) if by_power[best][0] >= 0 else None
+        return None if power in refused else power
+
+    for power in FIRST:
+        tried(power)
+    while (further := next_one()) is not None and tried(further):
+        pass
+    scores = list(by_power.values())
     tell(choice(method, scores, images))
     highest, best = max(scores, key=lambda score: score[0])
-    tried = [scored((*best, threshold)) for threshold in thresholds(config)]
-    if tried:
+    others = [scored((*best, threshold)) for threshold in thresholds(config)]
+    if others:
         default = f"method.threshold={vars(config.method)['threshold']:g}"
-        alone = [(highest, (default,)), *((score, options[-1:]) for score, options in tried)]
+        alone = [(highest, (default,)), *((score, options[-1:]) for score, options in others)]
         tell(choice(method, alone, images, default))
-    return scores + tried
+    return scores + others
 
 
 def ranked(standings: Sequence[Standing]) -> list[Standing]:

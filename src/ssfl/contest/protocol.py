@@ -27,9 +27,14 @@ CHOOSING = 0
 another split."""
 COMMON = (("model", "norm"), ("train", "server_views"), ("federation", "slow_average"))
 """The general settings (section, key) that have the same value for every method."""
-RATES = (1.0, 1 / 3, 3.0)
-"""The learning rates that a method tries, as multiples of the config's learning rate. If several are equally
-good, the first of them is chosen."""
+FACTOR = 3.0
+"""The factor between neighbouring learning rates that a method tries."""
+FIRST = (0, -1, 1)
+"""The learning rates that every method tries: powers of `FACTOR`, times the config's learning rate. If
+several are equally good, the first of them is chosen."""
+FURTHER = 2
+"""How many more learning rates a method may try. It tries the next one as long as its best learning rate is
+the smallest or largest of those tried, because a value outside might be better."""
 THRESHOLDS = (0.8, 0.95)
 """The confidence thresholds for pseudo-labels that a method tries in addition to its default."""
 
@@ -163,10 +168,17 @@ def _with_rounds(config: Config, equal: str, half: bool) -> Config:
     return replace(config, federation=replace(config.federation, rounds=count, epochs=None))
 
 
-def rates(config: Config) -> list[str]:
-    """Returns the learning rates that a method tries, each as `train.lr=value`. The config's own comes
-    first."""
-    return [f"train.lr={float(f'{config.train.lr * factor:.2g}'):g}" for factor in RATES]
+def rate(config: Config, power: int) -> str:
+    """Returns the config's learning rate times a power of `FACTOR`, as `train.lr=value`."""
+    return f"train.lr={float(f'{config.train.lr * FACTOR**power:.2g}'):g}"
+
+
+def next_power(tried: Sequence[int], best: int) -> int | None:
+    """Returns which learning rate comes next after those `tried`, if the `best` of them is the smallest or
+    largest. Otherwise, or if enough were tried, returns None. All are powers of `FACTOR`."""
+    if len(tried) >= len(FIRST) + FURTHER or min(tried) < best < max(tried):
+        return None
+    return best - 1 if best == min(tried) else best + 1
 
 
 def thresholds(config: Config) -> list[str]:
