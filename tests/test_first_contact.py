@@ -117,6 +117,7 @@ def test_new_writes_a_config_that_runs_as_it_is(ssfl: Call) -> None:
     assert "2 classes (plain, stripes)" in out
     assert "17 labelled images, 25 without labels, 6 test images\n" in out
     assert "stored as grey, 12x12 pixels\n" in out
+    assert "no patients" in out
     written = Path("mine/ssfl.toml").read_text()
     given = tomllib.loads(written)
     assert given["data"]["path"] == str(Path("scans").absolute())

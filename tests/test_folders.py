@@ -108,7 +108,7 @@ def test_one_patient_is_never_in_training_and_in_testing(tmp_path: Path) -> None
     files = sort_files(tmp_path, 0.2)
     sides = [{file.name[:3] for each in part.values() for file in each} for part in (files.train, files.test)]
     assert not sides[0] & sides[1]
-    assert len(sides[0] | sides[1]) == 12
+    assert len(sides[0] | sides[1]) == files.patients == 12
     for name in "ab":
         assert len(files.test[name]) in (3, 6)  # a fifth of 24 is not a multiple of three
     dataset = resolve.load_data(config)

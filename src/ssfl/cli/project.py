@@ -58,6 +58,9 @@ def summary(facts: Facts, chosen: Choice) -> list[str]:
         f"{facts.folder}: {len(names)} classes ({shown})",
         f"  {labelled} labelled images, {len(files.unlabelled)} without labels, {test} test images"
         + ("" if files.own_test else " (a part of each class, held out)"),
+        "  sub-folders and file names show no patients: if there are any, their images may be divided"
+        if files.patients is None
+        else f"  {files.patients} patients, by sub-folders or file names: no patient's images are divided",
         f"  stored as {'grey' if facts.grey else 'colour'}, {pixels} pixels",
     ]
     if files.users:

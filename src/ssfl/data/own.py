@@ -36,6 +36,9 @@ class Files:
     divided: list[Path] = field(default_factory=list)
     """One file of each of those groups whose files are not kept together, because most images of a class
     would then belong together."""
+    patients: int | None = None
+    """The number of patients, or other subjects, of the labelled images that are not in a folder "test". None
+    if sub-folders and file names show none."""
 
     @property
     def users(self) -> dict[str, list[int]]:
@@ -102,12 +105,14 @@ def sort_files(folder: Path, test_fraction: float) -> Files:
     labelled = [(file, places[0] / name) for name, files in train.items() for file in files]
     tested = [file for files in test.values() for file in files]
     same = copies.identical([*(file for file, _ in labelled), *tested, *unlabelled])
-    together, divided = _kept_together(labelled, same)
+    patients = folds.subjects(labelled)
+    together, divided = _kept_together(labelled, same, patients)
     if not own_test:
         held = _held_out(train, together, test_fraction)
         test = {name: [file for file in files if file in held] for name, files in train.items()}
         train = {name: [file for file in files if file not in held] for name, files in train.items()}
-    return Files(train, unlabelled, test, own_test, homes, together, same, divided)
+    count = None if patients is None else len(np.unique(patients))
+    return Files(train, unlabelled, test, own_test, homes, together, same, divided, count)
 
 
 def _classes(place: Path) -> dict[str, list[Path]]:
@@ -275,17 +280,17 @@ def owners(files: Files) -> dict[str, Any]:
 
 
 def _kept_together(
-    homes: Sequence[tuple[Path, Path]], same: list[list[Path]]
+    homes: Sequence[tuple[Path, Path]], same: list[list[Path]], patients: Index | None
 ) -> tuple[dict[Path, int], list[Path]]:
     """Returns a number for each labelled image, equal for images that must not be divided between training
-    and testing: those of one patient (`folds.subjects`), and identical files. `homes` are the images, each
-    with the folder of its class, and `same` are groups of identical files. The dict is empty if no two images
-    belong together.
+    and testing: those of one patient, and identical files. `homes` are the images, each with the folder of
+    its class, and `same` are groups of identical files. `patients` has the number of the patient of each
+    image (`folds.subjects`), or is None. The dict is empty if no two images belong together.
 
     Identical files are not joined if the joined group would have more than half of a class, and more of this
     class than each of its parts. The second result has one of each such set of identical files.
     """
-    class_of, patients = dict(homes), folds.subjects(homes)
+    class_of = dict(homes)
     same = [copied for copied in ([f for f in each if f in class_of] for each in same) if len(copied) > 1]
     if patients is None and not same:
         return {}, []

@@ -23,7 +23,7 @@ SCORES = (
     "accuracy", "correct", "count", "interval", "balanced_accuracy", "loss", "judged_by",
     "validation_accuracy", "validation_correct", "validation_count", "validation_interval",
 )  # fmt: skip
-"""The keys of summary.json that say how accurate the model is."""
+"""The keys of summary.json and of the model card that say how accurate the model is, and on which images."""
 MODEL = "model.safetensors"
 
 
@@ -150,7 +150,7 @@ def test_views(data: DataSettings) -> dict[str, Any]:
 def model_card(sim: Simulation, evaluation: Event) -> dict[str, Any]:
     """Returns the model card, which is stored in a model file. It says how to build the network and how to
     prepare images for it, and it names the classes. It also has the accuracy of `evaluation`, the event of
-    the last evaluation."""
+    the last evaluation, with the number of images."""
     return {
         "model": sim.config.model.name,
         "norm": sim.config.model.norm,
@@ -162,7 +162,8 @@ def model_card(sim: Simulation, evaluation: Event) -> dict[str, Any]:
         **test_views(sim.config.data),
         "data": sim.dataset.name,
         "method": sim.config.method.name,
-        "accuracy": evaluation.get("accuracy"),
+        "accuracy": None,
+        **{key: evaluation[key] for key in SCORES if key in evaluation},
         "versions": folder.versions(),
         **({"train": sim.config.model.train} if sim.config.model.name in backbones.NAMES else {}),
         **({"whole": True} if is_saved_whole(sim.config) else {}),
