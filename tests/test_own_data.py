@@ -18,7 +18,7 @@ import ssfl as library  # where the fixture of that name is the command
 from conftest import Call
 from ssfl.config.loading import Config
 from ssfl.core import outside
-from ssfl.data import augment, inventory
+from ssfl.data import augment, inventory, sources
 from ssfl.errors import ConfigError, RunError, SsflWarning, warn_user
 from ssfl.runs import assemble
 
@@ -526,3 +526,39 @@ def test_a_class_that_the_server_has_not_is_named_with_its_remedy(quick: Quick) 
     some = np.flatnonzero(Y[:60] != 3)
     with pytest.warns(SsflWarning, match="server= of ssfl.Data"):
         assemble.make(quick(), data=data(server=some))
+
+
+def test_test_images_that_are_also_training_images_are_counted(tmp_path: Path) -> None:
+    draw = np.random.default_rng(3)
+    x, t = (draw.integers(0, 255, (count, 30, 30, 3), np.uint8) for count in (40, 20))
+    y, labels = np.arange(40) % 2, np.arange(20) % 2
+    t[3, :15] = x[7, :15]  # half of an image is no copy
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ssfl.Data(x, y, t, labels)
+    t[5], t[6], t[19] = x[7], x[7], x[12]
+    x[20] = x[7]  # a copy of a copy counts once
+    np.savez(
+        tmp_path / "mine.npz", x_train=x[:10], y_train=y[:10], x_unlabelled=x[10:], x_test=t, y_test=labels
+    )
+    for make in (
+        lambda: ssfl.Data(x, y, t, labels),
+        lambda: ssfl.Data(x[:10], y[:10], t, labels, unlabelled=x[10:]),
+        lambda: sources.load(path=tmp_path / "mine.npz", root=tmp_path),
+    ):
+        with pytest.warns(SsflWarning, match=r"\b3 of 20 test images.* number 5 .* number 7 "):
+            make()
+
+
+def test_validation_images_are_not_all_that_the_server_has(short: Quick) -> None:
+    labels, site = np.where(np.arange(1500) < 100, Y[:1500], -1), np.arange(1500) % 4
+    users = [np.arange(100, 700), np.arange(700, 1500)]
+    left, refused = [], []
+    for group in range(4):  # one of the four is set aside
+        server = np.flatnonzero((site == group) & (labels >= 0))
+        data = ssfl.Data(X[:1500], labels, *TEST, server=server, users=users, groups=site)
+        try:
+            left.append(len(assemble.make(short("data.validation=0.25"), data=data).parts.server))
+        except ConfigError as error:
+            refused.append((error.key, error.value))
+    assert (left, refused) == ([25] * 3, [("data.validation", 0.25)])

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ssfl.core import draws as named
 from ssfl.core.outside import IN_MEMORY
-from ssfl.data import augment, formats
+from ssfl.data import augment, copies, formats
 from ssfl.data.array_checks import (
     Array,
     as_config_error,
@@ -31,7 +31,7 @@ from ssfl.data.array_checks import (
 )
 from ssfl.data.dataset import Dataset, checked, statistics
 from ssfl.data.hands import Index
-from ssfl.errors import ConfigError, with_class
+from ssfl.errors import ConfigError, warn_user, with_class
 
 DRAWS = 16
 """How many random 64-bit numbers a user-defined augmentation gets for each image."""
@@ -127,6 +127,8 @@ class Data:
                 key="server",
                 value=-1,
             )
+        if line := copies.of_test_images(everything, test):
+            warn_user(line)
         channels = everything.shape[1]
         measured = statistics(everything)
         flips = channels == 3 if flip is None else bool(flip)

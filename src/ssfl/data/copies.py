@@ -1,16 +1,20 @@
-"""Finds identical image files: copies with different labels, and copies of training or unlabelled images
-among the test images."""
+"""Finds identical images: files with different labels, and copies of training or unlabelled images among the
+test images, in folders and in arrays."""
 
 import hashlib
 from collections.abc import Callable, Container, Hashable, Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from torch import Tensor
+
 from ssfl.core.plain_files import open_plain, read
 from ssfl.core.words import count
 
 SAMPLE = 4096
 """How many bytes in the middle of a file are compared before the whole file."""
+FEW_PIXELS = 512
+"""About how many values of an image in an array are compared before all of them."""
 
 
 def warn_about(
@@ -47,6 +51,37 @@ def warn_about(
                 f"{known[0]} and {tested[0]}), so the accuracy {how} too high: remove copies"
             )
     return lines
+
+
+def of_test_images(images: Tensor, test: Tensor) -> str:
+    """Returns a line of text that warns of images in `test` [M, ...] that are also among the training or
+    unlabelled `images` [N, ...]; "" if there are none. Both are uint8."""
+    known = _same_pixels(images, test)
+    if not known:
+        return ""
+    tested, trained = next(iter(known.items()))
+    return (
+        f"{len(known):,} of {count(len(test), 'test image')} {'is' if len(known) == 1 else 'are'} also among "
+        f"the training or unlabelled images (for example number {tested} of the test images and number "
+        f"{trained} of the others), so the accuracy may be too high: remove copies"
+    )
+
+
+def _same_pixels(images: Tensor, test: Tensor) -> dict[int, int]:
+    """Maps the number of each test image to that of an equal one in `images`. Only a few pixels of each image
+    are compared at first, and then all pixels of those that agree."""
+    step = max(1, test[0].numel() // FEW_PIXELS)
+    few, few_tested = (part.flatten(1)[:, ::step].contiguous().numpy() for part in (images, test))
+    by_pixels: dict[bytes, list[int]] = {}
+    for number, pixels in enumerate(few_tested):
+        by_pixels.setdefault(pixels.tobytes(), []).append(number)
+    found: dict[int, int] = {}
+    for number, pixels in enumerate(few):
+        left = by_pixels.get(pixels.tobytes(), [])
+        equal = [tested for tested in left if images[number].equal(test[tested])]
+        found |= dict.fromkeys(equal, number)
+        left[:] = [tested for tested in left if tested not in equal] if equal else left
+    return dict(sorted(found.items()))
 
 
 class _Side(NamedTuple):

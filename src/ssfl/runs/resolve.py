@@ -14,7 +14,7 @@ from ssfl import methods
 from ssfl.config.checks import check
 from ssfl.config.settings import Config, ModelSettings, PrivacySettings, SplitSettings
 from ssfl.core import outside
-from ssfl.data import augment, gentle, sources, split
+from ssfl.data import augment, folds, gentle, sources, split
 from ssfl.data.arrays import Data
 from ssfl.data.dataset import Dataset
 from ssfl.data.hands import Hands, Index
@@ -335,6 +335,14 @@ def make_parts(config: Config, dataset: Dataset) -> tuple[split.Parts, Index]:
         parts = _given_parts(config, dataset, available)
     else:
         parts = _dealt_parts(config, dataset, available)
+    if dataset.server is not None and len(dataset.server) and not len(parts.server):
+        grouped = "" if dataset.groups is None else f", because {folds.GROUPS} are not divided"
+        raise ConfigError(
+            f"data.validation = {config.data.validation} sets aside all {len(dataset.server)} labelled "
+            f"images of the server{grouped}: lower data.validation, or name the validation images in the data",
+            key="data.validation",
+            value=config.data.validation,
+        )
     if settings.labels_at != "server":
         parts = split.label_some(labels, parts, settings.user_labels or 0, settings.seed)
     if settings.shared:
