@@ -339,7 +339,8 @@ def make_parts(config: Config, dataset: Dataset) -> tuple[split.Parts, Index]:
         grouped = "" if dataset.groups is None else f", because {folds.GROUPS} are not divided"
         raise ConfigError(
             f"data.validation = {config.data.validation} sets aside all {len(dataset.server)} labelled "
-            f"images of the server{grouped}: lower data.validation, or name the validation images in the data",
+            f"images of the server{grouped}: lower data.validation, or name the validation images in your "
+            "data",
             key="data.validation",
             value=config.data.validation,
         )
