@@ -202,6 +202,7 @@ def test_the_verdict_compares_all_seeds_as_a_contest_does(folder: Path, tmp_path
     better = [copy(paths[5], tmp_path / f"three-seed{k}", k, 200 + k, "semifl") for k in (1, 2, 3)]
     clear = verdict([*better, *paths[3:]])
     assert clear.startswith("two-lr0.09 is better than three: over 3 common seeds")
+    assert "same split" in clear  # split.seed is that of the run that was copied
     four = [
         copy(paths[5], tmp_path / f"{name}-seed1", 1, 100, name) for name in ("crl-bn", "flexmatch", "fl2")
     ]
@@ -229,7 +230,7 @@ def test_equal_differences_decide_nothing(folder: Path, tmp_path: Path) -> None:
     assert verdict(paths) == (
         "The best two do not clearly differ: over 2 common seeds, the mean accuracy of one is 0.28 "
         "percentage points higher than that of two. All seeds have the same difference, so there is "
-        "no interval."
+        "no interval. All these seeds have the same split, so other splits may give another result."
     )
 
 

@@ -126,6 +126,8 @@ def _over_seeds(best: BestTwo) -> str:
         sentence += f" (95 % interval of the difference over the seeds: {between} percentage points)."
     if len(first.by_seed) != len(best.seeds) or len(second.by_seed) != len(best.seeds):
         sentence += " Seeds that only one of them has are left out of this difference."
+    if len({split for _, split in best.seeds}) == 1:
+        sentence += " All these seeds have the same split, so other splits may give another result."
     score = first.counted[0].score
     if score is not None and 0 < score.count < statistics.FEW:
         sentence += f" There are only {score.count:,} {score.images}"
@@ -152,7 +154,7 @@ def _one_run_each(best: BestTwo, seen: Callable[[Run], Seen | str]) -> str:
     between = f"95 % interval of the difference: {text.points(low, high)} percentage points"
     numbers = f"{mine.name} has {compared.correct:,} correct, {other.name} {compared.other_correct:,}"
     if low > 0:
-        result = f"Of {compared.count:,} test images, {numbers}: {mine.name} is better ({between})."
+        result = f"Of {compared.count:,} test images, {numbers}: these two models clearly differ ({between})."
     elif compared.count < statistics.FEW:
         too_few = f"{compared.count:,} test images are too few to tell the best two apart"
         result = f"{too_few}: {numbers} ({between})."
