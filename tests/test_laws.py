@@ -176,7 +176,7 @@ def test_a_threshold_of_any_name_can_be_set(ssfl: Call) -> None:
     few = next(law for law in laws.check(Tau()) if not law.holds)
     assert "Tau(tau=0.2)" in few.detail
     with pytest.raises(ConfigError):
-        laws.check(Tau(), overrides=["method.tau=0.2"])
+        laws.check(Tau(), overrides={"method.tau": 0.2})
     Path("mine.py").write_text(
         "from dataclasses import dataclass\nimport ssfl\n@dataclass(frozen=True)\n"
         "class Tau(ssfl.Method):\n    tau: float = 0.95\n"
@@ -186,6 +186,10 @@ def test_a_threshold_of_any_name_can_be_set(ssfl: Call) -> None:
     assert ssfl("check", "mine.py:Tau", "--set", "method.tau=0.2")[0] == 0
     code, _, err = ssfl("check", "mine.py:Tau", "--set", "method.tu=0.2")
     assert (code, len(err.splitlines())) == (2, 1)
+    Path("scans").mkdir()
+    code, _, err = ssfl("check", "scans")
+    assert (code, len(err.splitlines())) == (2, 1)
+    assert "ssfl split scans" in err
 
 
 @pytest.mark.slow

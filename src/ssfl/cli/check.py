@@ -1,13 +1,15 @@
 """`ssfl check`: test whether a method, and a network, follow the rules that all training engines rely on."""
 
 import json
+from pathlib import Path
+from shlex import quote
 from typing import Annotated
 
 import typer
 
 from ssfl.cli import verbs
 from ssfl.cli.options import Json
-from ssfl.errors import SsflError
+from ssfl.errors import ConfigError, SsflError
 
 
 def check(
@@ -37,6 +39,13 @@ def check(
     """
     from ssfl.config.loading import check_overrides
 
+    if Path(method).is_dir():
+        raise ConfigError(
+            f"{method} is a folder, but this command tests methods: `ssfl split {quote(method)}` shows what "
+            f"a folder of images holds, and `ssfl report {quote(method)}` shows a run",
+            key="method.name",
+            value=method,
+        )
     check_overrides([*(sets or []), f"method.name={method}"])  # before torch is imported
     from ssfl.runs import laws
 

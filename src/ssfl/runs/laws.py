@@ -6,17 +6,17 @@ users and rounds. If a rule is broken, the output names the likely cause.
 
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ssfl import methods
-from ssfl.config.loading import load_config
+from ssfl.config.loading import as_texts, load_config
 from ssfl.config.settings import Config
 from ssfl.core.outside import IN_MEMORY
 from ssfl.engines.work import make_batch
@@ -65,16 +65,17 @@ class Law(NamedTuple):
 def check(
     method: Method | str = methods.DEFAULT,
     model: Factory | str | None = None,
-    overrides: Iterable[str] = (),
+    overrides: Iterable[str] | Mapping[str, Any] = (),
 ) -> list[Law]:
     """Tests every rule and returns the outcomes. `method` is a method's name, import path or object. `model`
     is a function that makes the network, or its import path; None takes the network of the preset
     `quickstart`.
 
-    `overrides` are settings, such as "method.tau=0.5". The images are the digits, grey and with 8 x 8 pixels.
-    "data.size=32" resizes them, and "data.name=FILE.py:load" or "data.path=FILE.npz" takes other images.
+    `overrides` are settings, as a dict such as {"method.tau": 0.5} or as texts such as "method.tau=0.5". The
+    images are the digits, grey and with 8 x 8 pixels. "data.size=32" resizes them, and
+    "data.name=FILE.py:load" or "data.path=FILE.npz" takes other images.
     """
-    overrides = [overrides] if isinstance(overrides, str) else list(overrides)
+    overrides = as_texts(overrides)
     fixed = any(override.startswith("method.threshold=") for override in overrides)
     if isinstance(method, str):
         config = load_config("quickstart", [*SETTINGS, *overrides, f"method.name={method}"])
