@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 from sklearn.datasets import load_digits
-from sklearn.metrics import balanced_accuracy_score
+from sklearn.metrics import balanced_accuracy_score, roc_auc_score
 
 import ssfl as library  # where the fixture of that name is the command
 from conftest import Call
@@ -104,6 +104,25 @@ def test_arrays_and_a_folder_are_evaluated_alike(trained: Path, held: Path) -> N
     refusal(lambda: library.evaluate(trained, (pixels, [None] * len(files))), "label")
     with pytest.raises(ConfigError, match="zebra"):
         library.evaluate(trained, (pixels, ["zebra", *names[1:]]))
+
+
+def test_two_classes_have_an_area_under_roc(trained: Path, held: Path) -> None:
+    """Confident predictions are told apart: float32 probabilities near 1 would all be equal."""
+    logits = torch.tensor([[0.0, 25.0], [0.0, 28.0], [0.0, 26.0], [25.0, 0.0], [30.0, 0.0]])
+    labels = [0, 1, 1, 0, 1]
+    answers = [
+        evaluate.Answer.of(label, row.softmax(0), number)
+        for number, (label, row) in enumerate(zip(labels, logits, strict=True))
+    ]
+    judged = evaluate.Evaluation("run", None, ("ill", "well"), answers, [])
+    assert judged.auroc is not None
+    assert judged.auroc[0] == pytest.approx(roc_auc_score(labels, (logits[:, 1] - logits[:, 0]).numpy()))
+    assert judged.as_dict()["auroc"] == judged.auroc[0]
+    assert "area under ROC     0.667" in str(judged)
+    ten = library.evaluate(trained, held)
+    assert ten.auroc is None
+    assert ten.as_dict()["auroc"] is None
+    assert "ROC" not in str(ten)
 
 
 def test_a_result_can_be_used_in_place_of_its_folder(tmp_path: Path, held: Path) -> None:

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 from scipy.stats import binomtest, ttest_rel
-from sklearn.metrics import balanced_accuracy_score, confusion_matrix
+from sklearn.metrics import balanced_accuracy_score, confusion_matrix, roc_auc_score
 
 from ssfl.core import statistics
 
@@ -126,3 +126,41 @@ def test_calibration_by_hand() -> None:
     assert statistics.calibration_error(bins) == pytest.approx((2 * 0.06 + 2 * 0.025) / 4)
     assert statistics.calibration_error(statistics.reliability([], [])) is None
     assert math.isclose(sum(one.high - one.low for one in bins), 1)
+
+
+@pytest.mark.parametrize(("few", "many", "levels"), [(2, 3, 4), (7, 40, 10), (30, 31, 1000)])
+def test_the_area_under_roc_is_scikit_learns_and_its_interval_delongs(
+    few: int, many: int, levels: int
+) -> None:
+    draw = np.random.default_rng(few)
+    first, second = (
+        draw.integers(0, levels, many) / levels,
+        draw.integers(levels // 3, levels + 1, few) / levels,
+    )
+    area, interval = statistics.auroc(first.tolist(), second.tolist())
+    truth = [0] * many + [1] * few
+    assert area == pytest.approx(roc_auc_score(truth, [*first, *second]))
+    wins = (second[:, None] > first) + 0.5 * (second[:, None] == first)
+    variance = wins.mean(1).var(ddof=1) / few + wins.mean(0).var(ddof=1) / many
+    assert interval is not None
+    logit = math.log(area / (1 - area))
+    half = 1.959964 * math.sqrt(variance) / (area * (1 - area))
+    assert [math.log(end / (1 - end)) for end in interval] == pytest.approx([logit - half, logit + half])
+
+
+def test_the_interval_of_the_area_has_the_true_area_in_95_of_100_cases() -> None:
+    draw = np.random.default_rng(1)
+    true = 0.5 * (1 + math.erf(0.5))  # normal scores with means one standard deviation apart: Φ(1 / √2)
+    inside = 0
+    for _ in range(1000):
+        _, interval = statistics.auroc(draw.normal(0, 1, 40).tolist(), draw.normal(1, 1, 60).tolist())
+        assert interval is not None
+        inside += interval.low < true < interval.high
+    assert 930 <= inside <= 970
+
+
+def test_classes_that_scores_separate_have_an_area_without_interval() -> None:
+    assert statistics.auroc([0.1, 0.2], [0.3, 0.9]) == (1.0, None)
+    assert statistics.auroc([0.3, 0.9], [0.1, 0.2]) == (0.0, None)
+    assert statistics.auroc([0.5, 0.5], [0.5, 0.5]) == (0.5, None)
+    assert statistics.auroc([0.5], [0.1, 0.9]) == (0.5, None)

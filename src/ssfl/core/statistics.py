@@ -137,6 +137,31 @@ def mcnemar(won: int, lost: int) -> float:
     return float(min(1.0, 2 * tail / 2**total))
 
 
+def auroc(first: Sequence[float], second: Sequence[float]) -> tuple[float, Interval | None]:
+    """Returns the area under the ROC curve, with its 95 % confidence interval: how well scores separate two
+    classes. `first` and `second` are the scores of the images of the two classes, and those of the second
+    should be higher. The area is the probability that this is so for a random image of each class; a tie
+    counts half.
+
+    The interval is DeLong's (1988) on the logit scale. It is None if the scores separate the classes
+    completely, or if a class has only one image.
+    """
+    import numpy as np
+    from scipy.stats import rankdata
+
+    ranks = rankdata([*first, *second])
+    above = (ranks[len(first) :] - rankdata(second)) / len(first)  # part of `first` below each of `second`
+    below = 1 - (ranks[: len(first)] - rankdata(first)) / len(second)
+    area = float(above.mean())
+    if min(len(first), len(second)) < 2 or not 0 < area < 1:
+        return area, None
+    error = math.sqrt(np.var(above, ddof=1) / len(second) + np.var(below, ddof=1) / len(first))
+    middle, half = math.log(area / (1 - area)), Z * error / (area * (1 - area))
+    if not half:
+        return area, None
+    return area, Interval(*(1 / (1 + math.exp(-end)) for end in (middle - half, middle + half)))
+
+
 def mean_interval(values: Sequence[float]) -> SeedMean | None:
     """Returns the mean of `values` with its 95 % interval (Student's t). `values` has one number for each
     seed, in percent or percentage points. Returns None if there are no values."""

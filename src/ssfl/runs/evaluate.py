@@ -33,8 +33,19 @@ class Answer:
     confidence: float
     number: int
     """The position of the image in the array, or of its file among those that could be read."""
+    score: float | None = None
+    """With two classes, the probability of the second class. Otherwise None."""
     file: Path | None = None
     """The image file; None for an image of an array."""
+
+    @classmethod
+    def of(cls, label: int, shares: Tensor, number: int, file: Path | None = None) -> "Answer":
+        """Returns the prediction with the probabilities `shares` [classes]."""
+        likely = int(shares.argmax())
+        score = None
+        if len(shares) == 2:  # 1 minus a very small number is exact enough only as a Python number
+            score = float(shares[1]) if likely == 0 else 1 - float(shares[0])
+        return cls(label, likely, float(shares[likely]), number, score, file)
 
     @property
     def correct(self) -> bool:
@@ -93,6 +104,16 @@ class Evaluation:
         return statistics.balanced(self.class_accuracy) or 0.0
 
     @property
+    def auroc(self) -> tuple[float, statistics.Interval | None] | None:
+        """The area under the ROC curve and its 95 % interval, if there are two classes and both have images;
+        otherwise None. The interval is None if the model separates the classes completely."""
+        scores: tuple[list[float], list[float]] = ([], [])
+        for answer in self.answers:
+            if answer.score is not None:
+                scores[answer.label].append(answer.score)
+        return statistics.auroc(*scores) if all(scores) else None
+
+    @property
     def bins(self) -> list[statistics.Bin]:
         """The data of a reliability diagram: predictions are divided into bins by confidence, and each bin
         has its mean confidence and accuracy."""
@@ -142,6 +163,10 @@ class Evaluation:
             "",
             *text.table(rows).splitlines(),
         ]
+        if self.auroc is not None:
+            area, between = self.auroc
+            ends = "" if between is None else f" (95 % interval {between.low:.3f} to {between.high:.3f})"
+            lines.insert(2, f"area under ROC     {area:.3f}{ends}")
         if len(classes) <= MOST_CLASSES:
             head = ["true \\ predicted", *classes]
             cells = [
@@ -153,6 +178,7 @@ class Evaluation:
     def as_dict(self) -> dict[str, Any]:
         """Returns the whole evaluation as a dict of plain values, as `ssfl evaluate --json` prints it."""
         matrix = self.confusion
+        area, between = self.auroc or (None, None)
         by_class = {
             name: {
                 "accuracy": share, "correct": matrix[k][k], "count": sum(matrix[k]),
@@ -168,6 +194,8 @@ class Evaluation:
             "accuracy": self.accuracy,
             "interval": list(self.interval),
             "balanced_accuracy": self.balanced_accuracy,
+            "auroc": area,
+            "auroc_interval": None if between is None else list(between),
             "classes": list(self.classes),
             "class_accuracy": by_class,
             "confusion": matrix,
@@ -218,7 +246,7 @@ def evaluate(
     label_of = dict(labelled_files(Path(images), classifier.classes))
     broken: list[str] = []
     answers = [
-        Answer(label_of[file], int(shares.argmax()), float(shares.max()), number, file)
+        Answer.of(label_of[file], shares, number, file)
         for number, (file, shares) in enumerate(probabilities(classifier, list(label_of), broken))
     ]
     if not answers:
@@ -239,7 +267,7 @@ def _answers(classifier: Classifier, images: Array, labels: Array) -> list[Answe
     if not len(known):
         raise DataError("no image has a label: pass at least one image whose label is not -1 or None")
     return [
-        Answer(int(codes[number]), int(shares.argmax()), float(shares.max()), int(number))
+        Answer.of(int(codes[number]), shares, int(number))
         for number, shares in zip(known, of_array(classifier, pixels[known]), strict=True)
     ]
 
