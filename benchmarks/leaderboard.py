@@ -69,9 +69,8 @@ Each section has two tables. The first has the accuracies, the second the amount
   `cbafed` make none for an image without a pseudo-label.
 - **Chosen settings** are the learning rate and the threshold that the contest chose for the method on
   validation images. If no threshold is listed, the method has none or its default was best. "Largest tried"
-  or "smallest tried" means that a value outside the tried range may be better. All choices were made with
-  one seed. The line below the tables says on how many validation images: with few images, a choice may be
-  chance.
+  or "smallest tried" means that a value outside the tried range may be better. The line below the tables
+  says on how many validation images settings were chosen: with few images, a choice may be chance.
 
 Older contests are on [another page](results-contest.md). Their rules were less fair to `semifl`, `fl2` and
 `cbafed`.
@@ -216,11 +215,16 @@ def _tables(contests: Sequence[tuple[str, dict[str, Any]]]) -> str:
 
 def _choices(rows: Sequence[Row]) -> list[str]:
     """Returns, in a list, a line that says on how many validation images the settings were chosen, and how
-    far chance can move an accuracy on so many. The list is empty if no run has finished."""
-    runs = [run for row in rows for run in row.standing["runs"]]
-    if not runs:
+    far chance can move an accuracy on so many. The list is empty if there are no tries."""
+    found = [
+        tried.get("images", run["validation_images"])
+        for row in rows
+        for run in row.standing["runs"][:1]
+        for tried in row.standing["tries"]
+    ]
+    if not found:
         return []
-    images = min(run["validation_images"] for run in runs)
+    images = min(found)
     best = max(tried["validation_accuracy"] or 0.0 for row in rows for tried in row.standing["tries"])
     low, high = wilson(best * images, images)
     return [

@@ -6,6 +6,7 @@ import re
 import signal
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from PIL import Image
 
 from conftest import Call
 from ssfl.config.loading import load_config
-from ssfl.contest import play
+from ssfl.contest import play, protocol
 from ssfl.contest.protocol import common
 from ssfl.contest.standings import Differences, Standing, behind, differences, draw, gap, write
 from ssfl.contest.texts import choice, conclusion, table
@@ -598,8 +599,9 @@ def test_what_is_said_about_equal_work_also_holds_while_a_method_is_tuned(tmp_pa
 
 def test_methods_choose_their_learning_rate_and_threshold_in_half_of_the_rounds(tmp_path: Path) -> None:
     told: list[str] = []
+    sets = [*SHORT, "data.validation=0.4"]
     found = play.play(
-        "quickstart", ["alternate", "server-only"], 1, sets=SHORT, tune=True, out=tmp_path,
+        "quickstart", ["alternate", "server-only"], 1, sets=sets, tune=True, out=tmp_path,
         tell=told.append, quiet=True,
     )  # fmt: skip
     by_name = {one.method: one for one in found}
@@ -612,7 +614,15 @@ def test_methods_choose_their_learning_rate_and_threshold_in_half_of_the_rounds(
     assert [line.partition("=")[0] for line in chose] == [
         "alternate: chose train.lr", "alternate: chose method.threshold", "server-only: chose train.lr"
     ]  # fmt: skip
-    assert all(" % on 70 images; " in line for line in chose)
+
+    def summary(run: str) -> dict[str, Any]:
+        found = runs.read_summary(tmp_path / run)
+        assert found is not None
+        return found
+
+    held = summary("server-only-lr0.03-half-seed0")["validation_count"]
+    assert 500 <= held < 1000  # so each value has two runs
+    assert all(f" % on {2 * held:,} images; " in line for line in chose)
     best = max(alone, key=lambda one: one["validation_accuracy"])
     assert tries[-1]["options"] == (*best["options"], "method.threshold=0.8")
     for few in (alone, by_name["server-only"].tries):
@@ -622,16 +632,31 @@ def test_methods_choose_their_learning_rate_and_threshold_in_half_of_the_rounds(
         assert min(values) < value < max(values) or len(few) == 5
     chosen = max(tries, key=lambda one: one["validation_accuracy"])
     assert by_name["alternate"].options == chosen["options"]
-    halves = list(tmp_path.glob("*-half-seed0"))
-    assert len(halves) == len(tries) + len(by_name["server-only"].tries)
+    halves = list(tmp_path.glob("*-half-seed*"))
+    count = len(tries) + len(by_name["server-only"].tries)
+    assert sorted(path.name.rpartition("seed")[2] for path in halves) == ["0"] * count + ["1000000"] * count
     for path in halves:
         assert runs.read_config(path).federation.rounds == 3
         assert not any("accuracy" in event for event in runs.read_events(path))
+    for one in by_name["server-only"].tries:
+        rate = one["options"][0].partition(".")[2].replace("=", "")
+        ends = [
+            summary(f"server-only-{rate}-half-seed{seed}")["validation_accuracy"] for seed in (0, 1_000_000)
+        ]
+        assert one["validation_accuracy"] == sum(ends) / 2
+        assert one["images"] == 2 * held
     assert runs.read_config(next(tmp_path.glob("alternate-*-seed1"))).federation.rounds == 6
 
 
+@pytest.mark.parametrize(("images", "splits"), [(1, 5), (143, 5), (250, 4), (399, 3), (999, 2), (1000, 1)])
+def test_few_validation_images_are_those_of_several_splits(images: int, splits: int) -> None:
+    seeds = protocol.choosing_seeds(images)
+    assert len(seeds) == len(set(seeds)) == splits
+    assert not set(seeds) & set(range(1, 1000))  # the seeds of the contest itself
+
+
 def test_a_method_whose_best_learning_rate_is_at_the_end_tries_the_next(tmp_path: Path) -> None:
-    few = [*SHORT, "train.lr=0.0001"]  # too small, so that the largest is always best
+    few = [*SHORT, "data.validation=0.5", "train.lr=0.0001"]  # too small, so that the largest is always best
     (found,) = play.play(
         "quickstart", ["server-only"], 1, sets=few, tune=True, out=tmp_path, tell=lambda line: None,
         quiet=True,
@@ -646,8 +671,9 @@ def test_a_method_whose_best_learning_rate_is_at_the_end_tries_the_next(tmp_path
 
 def test_a_learning_rate_that_a_method_refuses_is_left_out(tmp_path: Path) -> None:
     told: list[str] = []
+    sets = [*SHORT, "data.validation=0.5", "train.lr=0.05"]
     (found,) = play.play(
-        "quickstart", ["fedmatch"], 1, sets=[*SHORT, "train.lr=0.05"], tune=True, out=tmp_path,
+        "quickstart", ["fedmatch"], 1, sets=sets, tune=True, out=tmp_path,
         tell=told.append, quiet=True,
     )  # fmt: skip
     rates = {one["options"][0] for one in found.tries}

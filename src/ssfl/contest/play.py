@@ -27,6 +27,7 @@ from ssfl.contest.protocol import (
     FIRST,
     Entry,
     Rules,
+    choosing_seeds,
     entry,
     next_power,
     passes,
@@ -147,8 +148,9 @@ def play(
             _, taken = max(scores, key=lambda score: score[0])
         entries = [rules.entry(method, seed, taken) for seed in range(1, seeds + 1)]
         standing = _standing(method, taken, [_played(entry, tell, quiet) for entry in entries])
+        images = splits.validation * (len(choosing_seeds(splits.validation)) if tune else 1)
         tried = [
-            {"options": options, "validation_accuracy": None if score < 0 else score}
+            {"options": options, "validation_accuracy": None if score < 0 else score, "images": images}
             for score, options in scores
         ]
         standings.append(replace(standing, tries=tried, shared_split=splits.shared))
@@ -158,7 +160,8 @@ def play(
 def _tuned(rules: Rules, method: str, images: int, tell: Tell, quiet: bool) -> list[Try]:
     """Tries several learning rates, then several thresholds with the best learning rate, in runs of half the
     length, and tells after each of the two what was chosen. Returns all tries. `images` is the number of
-    validation images.
+    validation images of a run. If they are few, each try has several runs with different splits, and its
+    accuracy is their mean.
 
     While the best learning rate is the smallest or largest that was tried, the next one is tried, too, but
     only `protocol.FURTHER` times. A learning rate that the method refuses is left out.
@@ -166,10 +169,15 @@ def _tuned(rules: Rules, method: str, images: int, tell: Tell, quiet: bool) -> l
     config = rules.entry(method, CHOOSING, half=True).config
     by_power: dict[int, Try] = {}
     refused: list[int] = []
+    seeds = choosing_seeds(images)
 
     def scored(options: tuple[str, ...]) -> Try:
-        entry = rules.entry(method, CHOOSING, options, half=True)
-        return _validation(_played(entry, tell, quiet)), options
+        scores = []
+        for seed in seeds:
+            scores.append(_validation(_played(rules.entry(method, seed, options, half=True), tell, quiet)))
+            if scores[-1] < 0:
+                return -1.0, options
+        return statistics.mean(scores), options
 
     def tried(power: int) -> bool:
         option = rate(config, power)
@@ -192,13 +200,13 @@ def _tuned(rules: Rules, method: str, images: int, tell: Tell, quiet: bool) -> l
     while (further := next_one()) is not None and tried(further):
         pass
     scores = list(by_power.values())
-    tell(choice(method, scores, images))
+    tell(choice(method, scores, images * len(seeds)))
     highest, best = max(scores, key=lambda score: score[0])
     others = [scored((*best, threshold)) for threshold in thresholds(config)]
     if others:
         default = f"method.threshold={vars(config.method)['threshold']:g}"
         alone = [(highest, (default,)), *((score, options[-1:]) for score, options in others)]
-        tell(choice(method, alone, images, default))
+        tell(choice(method, alone, images * len(seeds), default))
     return scores + others
 
 

@@ -7,6 +7,7 @@ could use too. For all other settings, each method has its own defaults.
 """
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -23,8 +24,15 @@ from ssfl.runs import resolve
 VALIDATION = 0.05
 """The fraction of the training images that is set aside for validation, if the config does not set it."""
 CHOOSING = 0
-"""The seed of the runs that choose settings. The contest's own seeds are 1, 2, ..., so these runs have
+"""The first seed of the runs that choose settings. The contest's own seeds are 1, 2, ..., so these runs have
 another split."""
+APART = 1_000_000
+"""The distance between the seeds of the runs that choose settings."""
+ENOUGH = 1000
+"""With fewer validation images than this, learning rates and thresholds are chosen on several splits, until
+there are so many in all. Otherwise chance would often decide."""
+MOST = 5
+"""The largest number of splits on which they are chosen."""
 COMMON = (("model", "norm"), ("train", "server_views"), ("federation", "slow_average"))
 """The general settings (section, key) that have the same value for every method."""
 FACTOR = 3.0
@@ -112,7 +120,7 @@ def entry(
         )
     shared["method"] = {"name": method}
     shared.setdefault("data", {})["validation"] = base.data.validation or VALIDATION
-    when = "never" if seed == CHOOSING else "last"
+    when = "never" if half or seed == CHOOSING else "last"
     shared.setdefault("run", {}).update(seed=seed, test=when, baseline=False, folds=0)
     shared.setdefault("split", {})["seed"] = base.split.seed + seed
     for (section, key), value in common().items():
@@ -166,6 +174,11 @@ def _with_rounds(config: Config, equal: str, half: bool) -> Config:
         )
     count = next(n for n in itertools.count(count) if n - head_start(head, n) >= count)
     return replace(config, federation=replace(config.federation, rounds=count, epochs=None))
+
+
+def choosing_seeds(images: int) -> tuple[int, ...]:
+    """Returns the seeds of the runs that choose settings, if a run has so many validation images."""
+    return tuple(CHOOSING + APART * number for number in range(min(MOST, math.ceil(ENOUGH / images))))
 
 
 def rate(config: Config, power: int) -> str:
