@@ -656,16 +656,16 @@ def test_few_validation_images_are_those_of_several_splits(images: int, splits: 
 
 
 def test_a_method_whose_best_learning_rate_is_at_the_end_tries_the_next(tmp_path: Path) -> None:
-    few = [*SHORT, "data.validation=0.5", "train.lr=0.0001"]  # too small, so that the largest is always best
+    few = [*SHORT, "data.validation=0.5", "train.lr=0.001"]  # too small, so the largest is best
     (found,) = play.play(
         "quickstart", ["server-only"], 1, sets=few, tune=True, out=tmp_path, tell=lambda line: None,
         quiet=True,
     )  # fmt: skip
     tried = [one["options"][0] for one in found.tries]
-    assert tried[:3] == ["train.lr=0.0001", "train.lr=3.3e-05", "train.lr=0.0003"]
+    assert tried[:3] == ["train.lr=0.001", "train.lr=0.00033", "train.lr=0.003"]
     scores = [one["validation_accuracy"] for one in found.tries]
     assert scores[2] == max(scores[:3]) > scores[0]
-    assert tried[3] == "train.lr=0.0009"
+    assert tried[3] == "train.lr=0.009"
     assert found.options == (tried[scores.index(max(scores))],)
 
 
