@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -137,18 +138,23 @@ def _laws(config: Config, model: Factory | str | None, mask: float | None) -> It
             lambda: _apart(loop, _played(config, model)),
         )
     vmap = replace(config, run=replace(config.run, engine="vmap"))
+
+    @cache
+    def all_at_once() -> State:
+        return _played(vmap, model)
+
     yield law(
         "loop equals vmap",
         "the loss of a user uses values of other users: do not combine values along the first dimension, "
         "which is users",
-        lambda: _apart(loop, _played(vmap, model)),
+        lambda: _apart(loop, all_at_once()),
     )
     one_at_a_time = replace(vmap, run=replace(vmap.run, users_at_once=1))
     yield law(
         "one user at a time equals all at once",
         "a user's update depends on which other users train at the same time: use only the values of that "
         "user",
-        lambda: _apart(_played(vmap, model), _played(one_at_a_time, model)),
+        lambda: _apart(all_at_once(), _played(one_at_a_time, model)),
     )
     yield law(
         "a resumed run equals an uninterrupted one",
