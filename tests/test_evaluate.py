@@ -134,6 +134,20 @@ def test_a_result_can_be_used_in_place_of_its_folder(tmp_path: Path, held: Path)
     assert library.resume(result).accuracy == result.accuracy
 
 
+def test_the_probability_of_every_class_is_shown(ssfl: Call, trained: Path, held: Path) -> None:
+    plain, whole = (library.predict(trained, held / "1", every_class=each) for each in (False, True))
+    for one, other in zip(plain, whole, strict=True):
+        shares = other.pop("probabilities")
+        assert one == other
+        assert list(shares) == [str(k) for k in range(10)]
+        assert sum(shares.values()) == pytest.approx(1, abs=1e-5)
+        assert shares[one["class"]] == max(shares.values()) == one["confidence"]
+    code, out, _ = ssfl("predict", str(trained), str(held / "1"), "--every-class")
+    assert (code, [len(line.split("\t")) for line in out.splitlines()]) == (0, [13] * len(plain))
+    code, out, _ = ssfl("predict", str(trained), str(held / "1"), "--every-class", "--json")
+    assert json.loads(out) == library.predict(trained, [held / "1"], every_class=True)
+
+
 def test_the_command_prints_json_and_a_contact_sheet(ssfl: Call, trained: Path, held: Path) -> None:
     code, out, err = ssfl("evaluate", str(trained), str(held), "--json", "--sheet", "worst.png")
     told = json.loads(out)

@@ -291,8 +291,10 @@ def predict(
     broken: list[str] | None = None,
     *,
     model: external.Factory | str | None = None,
+    every_class: bool = False,
 ) -> list[dict[str, Any]]:
-    """Returns for each image a dict with "file", "class" and "confidence". `images` is an image file, a
+    """Returns for each image a dict with "file", "class" and "confidence". With `every_class`, it also has
+    "probabilities", a dict of the probability of each class by its name. `images` is an image file, a
     folder, or a list of both; a folder stands for all image files in it. `run` and `model` are as in
     `load_model`.
 
@@ -306,12 +308,12 @@ def predict(
     classifier = load_model(run, model)
     if isinstance(images, np.ndarray | Tensor):
         return [
-            {"image": number, **_prediction(classifier, shares)}
+            {"image": number, **_prediction(classifier, shares, every_class)}
             for number, shares in enumerate(of_array(classifier, images))
         ]
     files = sources.image_files(images)
     return [
-        {"file": str(file), **_prediction(classifier, shares)}
+        {"file": str(file), **_prediction(classifier, shares, every_class)}
         for file, shares in probabilities(classifier, files, broken)
     ]
 
@@ -333,9 +335,15 @@ def _as_paths_or_array(images: Any) -> list[str | Path] | np.ndarray | Tensor:
     return items
 
 
-def _prediction(classifier: Classifier, shares: Tensor) -> dict[str, Any]:
-    """Returns the most likely class and its probability, given the probabilities [classes] of an image."""
-    return {"class": classifier.classes[int(shares.argmax())], "confidence": float(shares.max())}
+def _prediction(classifier: Classifier, shares: Tensor, every_class: bool) -> dict[str, Any]:
+    """Returns the most likely class and its probability, given the probabilities [classes] of an image. With
+    `every_class`, it also returns the probability of each class."""
+    known: dict[str, Any] = {
+        "class": classifier.classes[int(shares.argmax())], "confidence": float(shares.max())
+    }  # fmt: skip
+    if every_class:
+        known["probabilities"] = dict(zip(classifier.classes, shares.tolist(), strict=True))
+    return known
 
 
 def of_array(classifier: Classifier, images: np.ndarray | Tensor) -> Iterator[Tensor]:
