@@ -127,8 +127,6 @@ class Data:
                 key="server",
                 value=-1,
             )
-        if line := copies.of_test_images(everything, test):
-            warn_user(line)
         channels = everything.shape[1]
         measured = statistics(everything)
         flips = channels == 3 if flip is None else bool(flip)
@@ -142,6 +140,8 @@ class Data:
         )  # fmt: skip
         with as_config_error("data"):
             self.dataset = checked(dataset, "ssfl.Data")
+        if line := copies.of_test_images(everything, test):
+            warn_user(line)
         self._measured = mean is None, std is None
         check_views(dataset, dataset.images[:PROBED])
 

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from ssfl.core.plain_files import open_plain
-from ssfl.data import copies, formats
+from ssfl.data import formats
 from ssfl.data.dataset import UNLABELLED, Dataset, statistics
 from ssfl.data.formats import reading
-from ssfl.errors import DataError, warn_user
+from ssfl.errors import DataError
 
 BATCH = 2_000  # images that are converted at once
 
@@ -78,8 +78,6 @@ def load_npz(path: Path, size: int | None) -> Dataset:
             )
     test_images = parts.pop("x_test")
     images = formats.join(list(parts.values()))
-    if line := copies.of_test_images(images, test_images):
-        warn_user(f"{path}: {line}")
     unknown = torch.full((len(images) - len(labels),), -1)
     return Dataset(
         path.stem, images, torch.cat([labels, unknown]), test_images, test_labels, classes,

@@ -11,13 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ssfl.data import formats, pictures
+from ssfl.data import copies, formats, pictures
 from ssfl.data.dataset import WHITE, Dataset, checked, statistics
 from ssfl.data.download import OFFICIAL, obtain
 from ssfl.data.formats import LARGEST, SMALLEST, reading
 from ssfl.data.npz import load_npz
 from ssfl.data.own import load_folder
-from ssfl.errors import DataError
+from ssfl.errors import DataError, warn_user
 
 DIGITS = tuple("0123456789")
 _ADDRESS = re.compile(r"(https?|ftp|s3|gs):/+", re.IGNORECASE)
@@ -93,7 +93,10 @@ def load(
             f"{source}: neither an .npz file nor a folder of images; check the path of your images "
             "(data.path or --data)"
         )
-    return checked(load_npz(source, size), source)
+    loaded = checked(load_npz(source, size), source)
+    if line := copies.of_test_images(loaded.images, loaded.test_images):
+        warn_user(f"{source}: {line}")
+    return loaded
 
 
 def image_files(paths: Iterable[str | Path]) -> list[Path]:

@@ -362,7 +362,7 @@ def _check_training(network: nn.Module, setting: str, shape: tuple[int, int, int
     if used or not torch.allclose(first, again, 1e-3, 1e-4, equal_nan=True):
         source = " and ".join(used) or "a generator of its own"
         if "torch" in used:
-            with Watch() as watch, torch.no_grad():
+            with FindDraws() as watch, torch.no_grad():
                 copied(_example(shape), key)
             source = f"torch ({watch.function})" if watch.function else source
         raise _refused(
@@ -432,7 +432,7 @@ def random_states() -> dict[str, Any]:
     }
 
 
-class Watch(TorchFunctionMode):
+class FindDraws(TorchFunctionMode):
     """Finds out which torch function draws random numbers. While active, it records in `function` the name of
     the first one that draws any."""
 

@@ -127,7 +127,7 @@ def _laws(config: Config, model: Factory | str | None, mask: float | None) -> It
     used = [kind for kind, now in external.random_states().items() if now != before[kind]]
     instead = "make all draws from look.keys or fed.key(purpose)"
     if used:
-        watch = external.Watch()
+        watch = external.FindDraws()
         _played(config, model, around=watch)
         source = " and ".join(used) + f" ({watch.function})" * bool(watch.function)
         yield Law(REPEATED, False, f"the method draws random numbers from {source}: {instead}")
