@@ -208,14 +208,14 @@ def _tables(contests: Sequence[tuple[str, dict[str, Any]]]) -> str:
     rows = _merged([Row(one, (name,)) for name, contest in contests for one in contest["standings"]])
     rows.sort(key=lambda row: (row.standing["diverged"] > 0, -(row.standing["mean"] or 0.0)))
     accuracy = [_accuracy(row, None if row is rows[0] else rows[0]) for row in rows]
-    notes = [f"- {line}\n" for row in rows for line in _notes(row)]
-    first = f"{_markdown(ACCURACY, accuracy)}\n\n{''.join(notes)}" + "\n" * bool(notes)
-    return "\n".join([first + _markdown(WORK, [_work(row) for row in rows]), *_choices(rows)])
+    notes = "\n".join(f"- {line}" for row in rows for line in _notes(row))
+    tables = _markdown(ACCURACY, accuracy), _markdown(WORK, [_work(row) for row in rows])
+    return "\n\n".join(filter(None, [tables[0], notes, tables[1], _choices(rows)]))
 
 
-def _choices(rows: Sequence[Row]) -> list[str]:
-    """Returns, in a list, a line that says on how many validation images the settings were chosen, and how
-    far chance can move an accuracy on so many. The list is empty if there are no tries."""
+def _choices(rows: Sequence[Row]) -> str:
+    """Returns a line that says on how many validation images the settings were chosen, and how far chance can
+    move an accuracy on so many. It is empty if there are no tries."""
     found = [
         tried.get("images", run["validation_images"])
         for row in rows
@@ -223,15 +223,14 @@ def _choices(rows: Sequence[Row]) -> list[str]:
         for tried in row.standing["tries"]
     ]
     if not found:
-        return []
+        return ""
     images = min(found)
     best = max(tried["validation_accuracy"] or 0.0 for row in rows for tried in row.standing["tries"])
     low, high = wilson(best * images, images)
-    return [
-        "",
+    return (
         f"Settings were chosen on {images:,} validation images. The best accuracy there was "
-        f"{100 * best:.1f} %, with a 95 % interval of {100 * low:.1f} to {100 * high:.1f} %.",
-    ]
+        f"{100 * best:.1f} %, with a 95 % interval of {100 * low:.1f} to {100 * high:.1f} %."
+    )
 
 
 def _notes(row: Row) -> list[str]:

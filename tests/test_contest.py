@@ -655,6 +655,21 @@ def test_few_validation_images_are_those_of_several_splits(images: int, splits: 
     assert not set(seeds) & set(range(1, 1000))  # the seeds of the contest itself
 
 
+def test_the_next_learning_rate_lies_beyond_the_best_one_at_an_end() -> None:
+    def order(accuracy: dict[int, float | None]) -> list[int]:
+        scores: dict[int, float | None] = {}
+        while (power := protocol.next_power(scores)) is not None:
+            scores[power] = accuracy.get(power, 0.1)
+        return list(scores)
+
+    assert order({0: 0.9}) == [0, -1, 1]
+    assert order({1: 0.9}) == [0, -1, 1, 2]
+    assert order({-1: 0.8, -2: 0.9, -3: 0.95}) == [0, -1, 1, -2, -3]  # not more than five
+    assert order({1: None, 0: 0.9}) == [0, -1, 1]  # what is refused is not tried again
+    assert order({0: -1, -1: -1, 1: -1}) == [0, -1, 1]  # all of them diverged
+    assert order({1: -1, 0: 0.9}) == [0, -1, 1]
+
+
 def test_a_method_whose_best_learning_rate_is_at_the_end_tries_the_next(tmp_path: Path) -> None:
     few = [*SHORT, "data.validation=0.5", "train.lr=0.001"]  # too small, so the largest is best
     (found,) = play.play(

@@ -22,20 +22,10 @@ from typing import Any
 from ssfl import methods
 from ssfl.config import loading as configs
 from ssfl.config.settings import Config
-from ssfl.contest.protocol import (
-    CHOOSING,
-    FIRST,
-    Entry,
-    Rules,
-    choosing_seeds,
-    entry,
-    next_power,
-    passes,
-    rate,
-    thresholds,
-)
+from ssfl.contest.protocol import CHOOSING, Entry, Rules, choosing_seeds, entry, passes
 from ssfl.contest.standings import Standing
-from ssfl.contest.texts import Try, choice
+from ssfl.contest.texts import choice
+from ssfl.contest.tuning import tuned
 from ssfl.core import plain_files
 from ssfl.core.events import mean_mask_rate
 from ssfl.data.hands import Hands
@@ -135,79 +125,31 @@ def play(
     splits = _require_playable(playing)
     _same_protocol(out, source, sets, splits.config.model.name)
     standings = []
+    choosing = choosing_seeds(splits.validation) if tune else (CHOOSING,)
+    images = splits.validation * len(choosing)
+
+    def score(entry: Entry) -> float:
+        return _validation(_played(entry, tell, quiet))
+
     for method, tries in wanted.items():
         if tune:
-            scores = _tuned(rules, method, splits.validation, tell, quiet)
+            scores = tuned(rules, method, choosing, images, score, tell)
         elif len(tries) > 1:
-            scores = [(_validation(_played(entry, tell, quiet)), entry.options) for entry in tries]
-            tell(choice(method, scores, splits.validation))
+            scores = [(score(entry), entry.options) for entry in tries]
+            tell(choice(method, scores, images))
         else:
             scores = []
         taken = tries[0].options
         if scores:
-            _, taken = max(scores, key=lambda score: score[0])
+            _, taken = max(scores, key=lambda one: one[0])
         entries = [rules.entry(method, seed, taken) for seed in range(1, seeds + 1)]
         standing = _standing(method, taken, [_played(entry, tell, quiet) for entry in entries])
-        images = splits.validation * (len(choosing_seeds(splits.validation)) if tune else 1)
         tried = [
-            {"options": options, "validation_accuracy": None if score < 0 else score, "images": images}
-            for score, options in scores
+            {"options": options, "validation_accuracy": None if end < 0 else end, "images": images}
+            for end, options in scores
         ]
         standings.append(replace(standing, tries=tried, shared_split=splits.shared))
     return ranked(standings)
-
-
-def _tuned(rules: Rules, method: str, images: int, tell: Tell, quiet: bool) -> list[Try]:
-    """Tries several learning rates, then several thresholds with the best learning rate, in runs of half the
-    length, and tells after each of the two what was chosen. Returns all tries. `images` is the number of
-    validation images of a run. If they are few, each try has several runs with different splits, and its
-    accuracy is their mean.
-
-    While the best learning rate is the smallest or largest that was tried, the next one is tried, too, but
-    only `protocol.FURTHER` times. A learning rate that the method refuses is left out.
-    """
-    config = rules.entry(method, CHOOSING, half=True).config
-    by_power: dict[int, Try] = {}
-    refused: list[int] = []
-    seeds = choosing_seeds(images)
-
-    def scored(options: tuple[str, ...]) -> Try:
-        scores = []
-        for seed in seeds:
-            scores.append(_validation(_played(rules.entry(method, seed, options, half=True), tell, quiet)))
-            if scores[-1] < 0:
-                return -1.0, options
-        return statistics.mean(scores), options
-
-    def tried(power: int) -> bool:
-        option = rate(config, power)
-        try:
-            rules.entry(method, CHOOSING, (option,), half=True)
-        except ConfigError as error:
-            tell(f"{option} is left out: {error}")
-            refused.append(power)
-            return False
-        by_power[power] = scored((option,))
-        return True
-
-    def next_one() -> int | None:
-        best = max(by_power, key=lambda power: by_power[power][0])
-        power = next_power(list(by_power), best) if by_power[best][0] >= 0 else None
-        return None if power in refused else power
-
-    for power in FIRST:
-        tried(power)
-    while (further := next_one()) is not None and tried(further):
-        pass
-    scores = list(by_power.values())
-    tell(choice(method, scores, images * len(seeds)))
-    highest, best = max(scores, key=lambda score: score[0])
-    others = [scored((*best, threshold)) for threshold in thresholds(config)]
-    if others:
-        default = f"method.threshold={vars(config.method)['threshold']:g}"
-        alone = [(highest, (default,)), *((score, options[-1:]) for score, options in others)]
-        tell(choice(method, alone, images * len(seeds), default))
-    return scores + others
 
 
 def ranked(standings: Sequence[Standing]) -> list[Standing]:

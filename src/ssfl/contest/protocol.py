@@ -8,7 +8,7 @@ could use too. For all other settings, each method has its own defaults.
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -177,7 +177,7 @@ def _with_rounds(config: Config, equal: str, half: bool) -> Config:
 
 
 def choosing_seeds(images: int) -> tuple[int, ...]:
-    """Returns the seeds of the runs that choose settings, if a run has so many validation images."""
+    """Returns the seeds of the runs that choose settings, if each run has so many validation `images`."""
     return tuple(CHOOSING + APART * number for number in range(min(MOST, math.ceil(ENOUGH / images))))
 
 
@@ -186,12 +186,19 @@ def rate(config: Config, power: int) -> str:
     return f"train.lr={float(f'{config.train.lr * FACTOR**power:.2g}'):g}"
 
 
-def next_power(tried: Sequence[int], best: int) -> int | None:
-    """Returns which learning rate comes next after those `tried`, if the `best` of them is the smallest or
-    largest. Otherwise, or if enough were tried, returns None. All are powers of `FACTOR`."""
-    if len(tried) >= len(FIRST) + FURTHER or min(tried) < best < max(tried):
+def next_power(scores: Mapping[int, float | None]) -> int | None:
+    """Returns which learning rate a method tries next, as a power of `FACTOR`; None if it has tried enough.
+    `scores` has the accuracy of each power that was tried: -1 if training diverged, None if the method
+    refuses this learning rate."""
+    for power in FIRST:
+        if power not in scores:
+            return power
+    known = {power: score for power, score in scores.items() if score is not None}
+    best = max(known, key=lambda power: known[power])
+    if known[best] < 0 or len(known) >= len(FIRST) + FURTHER or min(known) < best < max(known):
         return None
-    return best - 1 if best == min(tried) else best + 1
+    further = best - 1 if best == min(known) else best + 1
+    return None if further in scores else further
 
 
 def thresholds(config: Config) -> list[str]:

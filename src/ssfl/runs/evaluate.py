@@ -163,8 +163,8 @@ class Evaluation:
             "",
             *text.table(rows).splitlines(),
         ]
-        if self.auroc is not None:
-            area, between = self.auroc
+        if (found := self.auroc) is not None:
+            area, between = found
             ends = "" if between is None else f" (95 % interval {between.low:.3f} to {between.high:.3f})"
             lines.insert(2, f"area under ROC     {area:.3f}{ends}")
         if len(classes) <= MOST_CLASSES:

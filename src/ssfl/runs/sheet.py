@@ -37,9 +37,9 @@ def write(evaluation: Evaluation, target: Path) -> Path | None:
 
 
 def draw(answers: Sequence[tuple[Path, Answer]], classes: Sequence[str], white: int) -> Image.Image:
-    """Returns a picture that shows the image files of all `answers` in rows. Under each image are its
-    predicted class with the confidence, its true class and its file name. `white` is the pixel value that
-    becomes white in files with more than 8 bits per channel."""
+    """Returns a picture that shows image files in rows. `answers` has each file with its prediction. Under
+    each image are its predicted class with the confidence, its true class and its file name. `white` is the
+    pixel value that becomes white in files with more than 8 bits per channel."""
     across = min(ACROSS, len(answers))
     down = -(-len(answers) // across)
     tall = SIDE + 3 * LINE + GAP
