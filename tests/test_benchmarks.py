@@ -6,13 +6,16 @@ import signal
 import subprocess
 import sys
 from argparse import Namespace
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import peers, plots, robustness, steps, turns, variants
+import ssfl
+from benchmarks import peers, plots, record, robustness, steps, turns, variants
+from ssfl import Config
 from ssfl.models import networks
 from waiting import descendants
 
@@ -217,3 +220,33 @@ def test_a_profile_counts_the_calls_of_one_execution() -> None:
     assert (calls["aten::mm"], calls["aten::sum"]) == (4, 1)
     assert [row["ms"] for row in spent] == sorted((row["ms"] for row in spent), reverse=True)
     assert spent[0]["ms"] > 0
+
+
+def test_the_record_of_a_run_has_its_results_and_no_folder_of_this_machine(
+    quick: Callable[..., Config],
+    patterns: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    small = ["federation.rounds=2", "federation.period=1", "split.users=2", "run.baseline=false"]
+    config = quick(f"data.path={patterns}", "run.eval_every=1", *small)
+    finished = ssfl.run(config, tmp_path / "run")
+    out = tmp_path / "kept.json"
+    words = [str(tmp_path / "run"), "--what", "two rounds", "--command", "ssfl run", "--device", "a CPU"]
+    monkeypatch.setattr(sys, "argv", ["record", *words, "--images", "patterns.npz=abc", "--out", str(out)])
+    record.main()
+    assert f"{finished.accuracy:.4f}  ssfl run" in capsys.readouterr().out
+    kept = json.loads(out.read_text("utf-8"))
+    assert kept["images"] == {"patterns.npz": "abc"}
+    [run] = kept["runs"]
+    assert run["command"] == "ssfl run"
+    assert run["summary"]["accuracy"] == finished.accuracy
+    assert run["last_evaluation"]["correct"] == run["summary"]["correct"]
+    assert [end for end, _ in run["mask_rate_curve"]] == [1, 2]
+    assert run["images_of_users"] == 2 * 2 * 1 * 16
+    assert str(tmp_path) not in out.read_text("utf-8")
+    assert 'path = "patterns.npz"' in run["config"]
+    monkeypatch.setattr(sys, "argv", ["record", str(tmp_path), *words[1:], "--out", str(out)])
+    with pytest.raises(SystemExit, match="not finished"):
+        record.main()
