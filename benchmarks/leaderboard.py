@@ -71,6 +71,8 @@ Each section has two tables. The first has the accuracies, the second the amount
   validation images. If no threshold is listed, the method has none or its default was best. "Largest tried"
   or "smallest tried" means that a value outside the tried range may be better. The line below the tables
   says on how many validation images settings were chosen: with few images, a choice may be chance.
+  Contests dated before 2026-11-19 tried three learning rates on one split, and did not go on if the smallest
+  or largest was best. A method with such a mark may be better than shown there.
 
 Older contests are on [another page](results-contest.md). Their rules were less fair to `semifl`, `fl2` and
 `cbafed`.
