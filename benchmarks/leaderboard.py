@@ -236,14 +236,16 @@ def _choices(rows: Sequence[Row]) -> str:
 
 
 def _notes(row: Row) -> list[str]:
-    """Returns the lines about a method's runs that diverged or stayed near guessing."""
+    """Returns the lines about a method's runs that diverged, collapsed or stayed near guessing."""
     one, name = row.standing, f"`{row.standing['method']}`"
     seeds = len(one["runs"]) + one["diverged"]
     data = one["config"]["data"]
     classes = next((run["classes"] for run in one["runs"] if run.get("classes")), None)
     classes = classes or CLASSES.get(data["name"] or Path(data["path"] or "").name)
     return [
-        *texts.diverged(name, one["diverged"], seeds), *texts.guessed(name, one["runs"], seeds, classes)
+        *texts.diverged(name, one["diverged"], seeds),
+        *texts.collapsed(name, one["collapsed"], seeds, tuned=True),
+        *texts.guessed(name, one["runs"], seeds, classes)
     ]  # fmt: skip
 
 

@@ -340,6 +340,16 @@ def test_runs_that_stayed_near_guessing_are_named() -> None:
     ]
 
 
+def test_runs_that_collapsed_are_counted_and_say_if_their_settings_come_from_shorter_runs() -> None:
+    sound, lost = standing("sound", [95.0] * 3), replace(standing("lost", [40.0] * 3), collapsed=2)
+    for tuned in (False, True):
+        (line,) = [
+            line for line in table([sound, replace(lost, tuned=tuned)]).splitlines() if "collapsed:" in line
+        ]
+        assert line.startswith("lost: 2 of 3 runs collapsed")
+        assert ("half the length" in line) == tuned
+
+
 def test_given_users_are_one_split_and_a_warning_is_told_once(ssfl: Call) -> None:
     rng = np.random.default_rng(3)
     for name, count in [("a", 20), ("b", 20), ("unlabelled/x", 9), ("unlabelled/y", 9)]:

@@ -148,7 +148,7 @@ def play(
             {"options": options, "validation_accuracy": None if end < 0 else end, "images": images}
             for end, options in scores
         ]
-        standings.append(replace(standing, tries=tried, shared_split=splits.shared))
+        standings.append(replace(standing, tries=tried, tuned=tune, shared_split=splits.shared))
     return ranked(standings)
 
 

@@ -56,6 +56,8 @@ class Standing:
     and backward through the network once."""
     collapsed: int = 0
     """How many runs collapsed: they ended far below their own best validation accuracy."""
+    tuned: bool = False
+    """Whether the settings were chosen in runs of half the length."""
     config: dict[str, Any] = field(default_factory=dict)
     """The resolved config of the first run that did not diverge, without paths of this machine."""
     seed_curves: list[list[float]] = field(default_factory=list)

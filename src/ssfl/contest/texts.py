@@ -71,6 +71,7 @@ def _remarks(standings: Sequence[Standing], against: str | None) -> list[str]:
         )
     for standing in standings:
         lines += diverged(standing.method, standing.diverged, standing.seeds)
+        lines += collapsed(standing.method, standing.collapsed, standing.seeds, standing.tuned)
         classes = next((run["classes"] for run in standing.runs if run.get("classes")), None)
         lines += guessed(standing.method, standing.runs, standing.seeds, classes)
         if standing.mask_rate is not None and standing.mask_rate < FEW:
@@ -147,6 +148,17 @@ def diverged(method: str, count: int, seeds: int) -> list[str]:
         f"{method}: {count} of {seeds} runs diverged. Its mean is only over {rest}, so methods without "
         "diverged runs come before it, whatever its mean is."
     ]
+
+
+def collapsed(method: str, count: int, seeds: int, tuned: bool) -> list[str]:
+    """Returns, in a list, a line that says how many runs of a method collapsed. If its settings were `tuned`
+    in shorter runs, the line says that these may not have shown it. The list is empty if none collapsed."""
+    if not count:
+        return []
+    ended = "it ended far below its" if count == 1 else "they ended far below their"
+    line = f"{method}: {count} of {seeds} runs collapsed: {ended} best validation accuracy."
+    hint = " Its settings were chosen in runs of half the length, and a collapse may come later than that."
+    return [line + hint * tuned]
 
 
 def guessed(method: str, runs: Sequence[dict[str, Any]], seeds: int, classes: int | None) -> list[str]:
