@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ssfl.config import loading
+from ssfl.config import writing
 from ssfl.config.settings import Config
 from ssfl.runs import folder
 
@@ -83,7 +83,7 @@ def result(run: Path) -> dict[str, Any]:
         "images_of_server": sum(event["server_images"] for event in rounds),
         "rounds_without_users": [event["round"] for event in rounds if event.get("alone")],
         "seconds": _seconds(rounds),
-        "config": loading.to_toml(portable(folder.read_config(run))),
+        "config": writing.to_toml(portable(folder.read_config(run))),
     }
 
 

@@ -14,9 +14,11 @@ import torch
 import ssfl
 from ssfl import methods
 from ssfl.cli import explain
-from ssfl.config import loading as configs
-from ssfl.config.loading import CONFIGS, GONE, RENAMED, from_dict, load_config, presets, to_toml
+from ssfl.config.loading import from_dict, load_config
+from ssfl.config.sections import GONE, RENAMED, make_section
 from ssfl.config.settings import SECTIONS, Config
+from ssfl.config.sources import CONFIGS, presets
+from ssfl.config.writing import to_toml
 from ssfl.core.fields import limits_of, setting
 from ssfl.errors import ConfigError
 from ssfl.methods import METHODS
@@ -97,7 +99,7 @@ def test_every_field_is_explained_and_its_default_is_allowed(section: str) -> No
     assert set(explain.docstrings(kind)) == set(limits) == {field.name for field in fields(kind)}
     assert all(one.instead in {"", *limits} for one in limits.values())
     defaults = {field.name: field.default for field in fields(kind) if field.default is not None}
-    assert configs._section(section, kind, defaults) == kind()
+    assert make_section(section, kind, defaults) == kind()
 
 
 @pytest.mark.parametrize(
@@ -229,7 +231,7 @@ class Outside:
 
 def test_a_dataclass_from_outside_is_a_section() -> None:
     given = {"needed": 1, "rate": 2, "kind": "b", "sizes": [3], "steps": 4}
-    assert configs._section("mine", Outside, given) == Outside(1, 2.0, "b", (3,), 4)
+    assert make_section("mine", Outside, given) == Outside(1, 2.0, "b", (3,), 4)
     about, rows = explain.section("mine", Outside)
     assert about == "A section that somebody else wrote, with and without limits."
     assert [row.key.partition(".")[2] for row in rows] == [field.name for field in fields(Outside)]
@@ -249,7 +251,7 @@ def test_a_dataclass_from_outside_is_a_section() -> None:
 )
 def test_mistakes_in_a_section_from_outside(values: dict[str, Any], key: str, fix: str | None) -> None:
     with pytest.raises(ConfigError) as caught:
-        configs._section("mine", Outside, values)
+        make_section("mine", Outside, values)
     assert (caught.value.key, caught.value.fix) == (key, fix)
 
 

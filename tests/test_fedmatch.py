@@ -13,7 +13,7 @@ from torch.func import functional_call
 
 import ssfl
 from hand_rounds import Adding
-from ssfl.config.loading import GONE
+from ssfl.config.sections import GONE
 from ssfl.config.settings import Config
 from ssfl.core import draws
 from ssfl.core.cohort import Cohort

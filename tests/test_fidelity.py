@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ssfl.config.loading import as_dict
+from ssfl.config.writing import as_dict
 from ssfl.paper import rows
 from ssfl.paper.fidelity import settings
 from ssfl.paper.rows import PaperRun

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from benchmarks import leaderboard
-from ssfl.config.loading import as_dict, load_config
+from ssfl.config.loading import load_config
+from ssfl.config.writing import as_dict
 from ssfl.contest import texts
 from ssfl.core.statistics import wilson
 

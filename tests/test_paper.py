@@ -14,7 +14,8 @@ import pytest
 
 from paper_results import fake
 from ssfl.cli import main
-from ssfl.config.loading import as_dict, load_config
+from ssfl.config.loading import load_config
+from ssfl.config.writing import as_dict
 from ssfl.errors import ConfigError, DataError, DivergedError, RunError
 from ssfl.federation import State
 from ssfl.methods.anchored import Anchored

@@ -17,7 +17,8 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 import ssfl
-from ssfl.config.loading import Config, load_config, to_toml
+from ssfl.config.loading import Config, load_config
+from ssfl.config.writing import to_toml
 from ssfl.core.statistics import Paired
 from ssfl.data import folds
 from ssfl.errors import ConfigError

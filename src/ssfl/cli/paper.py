@@ -79,7 +79,7 @@ def show(
 
     Example: ssfl paper show 21
     """
-    from ssfl.config.loading import as_dict, to_toml
+    from ssfl.config.writing import as_dict, to_toml
     from ssfl.errors import ConfigError
     from ssfl.paper import rows, tables
     from ssfl.paper.fidelity import settings

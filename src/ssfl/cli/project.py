@@ -6,8 +6,8 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from ssfl.config.loading import PROJECT
 from ssfl.config.settings import DataSettings, ModelSettings
+from ssfl.config.sources import PROJECT
 from ssfl.core import machine
 from ssfl.core.fields import limits_of
 from ssfl.data import own

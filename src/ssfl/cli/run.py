@@ -33,7 +33,8 @@ def run(
 
     Example: ssfl run scans
     """
-    from ssfl.config.loading import PROJECT, check_early
+    from ssfl.config.loading import check_early
+    from ssfl.config.sources import PROJECT
     from ssfl.core import outside, progress
 
     outside.supply(code or [])

@@ -164,7 +164,7 @@ def complete_run(incomplete: str) -> Iterator[str]:
 
 def complete_config(incomplete: str) -> Iterator[str]:
     """Yields the shell's completions of a config: presets, TOML files and folders."""
-    from ssfl.config.loading import presets
+    from ssfl.config.sources import presets
 
     yield from (name for name in presets() if name.startswith(incomplete))
     folder = Path(incomplete) if incomplete.endswith("/") else Path(incomplete).parent

@@ -4,7 +4,7 @@ read."""
 from typing import Any
 
 from ssfl import methods
-from ssfl.config.loading import RENAMED
+from ssfl.config.sections import RENAMED
 from ssfl.core.fields import limits_of
 
 Sections = dict[str, dict[str, Any]]

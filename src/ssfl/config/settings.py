@@ -3,7 +3,7 @@ setting.
 
 The default None means that the setting is not used, or that its value depends on the data, the device or
 other settings. A value that depends on the data is filled in when a run starts, and the run's config file
-shows it. `loading.py` reads and writes configs. The section [method] holds the name of a method and that
+shows it. `loading.py` makes checked configs. The section [method] holds the name of a method and that
 method's settings, which are defined in `methods/`. "The paper" is Zhang et al. 2020, arXiv 2008.11364.
 """
 

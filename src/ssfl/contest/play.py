@@ -22,6 +22,7 @@ from typing import Any
 from ssfl import methods
 from ssfl.config import loading as configs
 from ssfl.config.settings import Config
+from ssfl.config.writing import as_dict
 from ssfl.contest.protocol import CHOOSING, Entry, Rules, choosing_seeds, entry, passes
 from ssfl.contest.standings import Standing
 from ssfl.contest.texts import choice
@@ -359,7 +360,7 @@ def _standing(method: str, options: tuple[str, ...], played: list[Path | None]) 
 
 def _portable(config: Config) -> dict[str, Any]:
     """Returns the resolved config as a dict, without paths that exist only on this machine."""
-    sections = configs.as_dict(config)
+    sections = as_dict(config)
     path = sections["data"]["path"]
     sections["data"] |= {"root": "data", "path": None if path is None else Path(path).name}
     return sections

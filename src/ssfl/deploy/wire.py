@@ -18,8 +18,9 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from torch import Tensor
 
 from ssfl.config.checks import obstacle
-from ssfl.config.loading import as_dict, from_dict, to_toml
+from ssfl.config.loading import from_dict
 from ssfl.config.settings import Config, DataSettings, RunSettings
+from ssfl.config.writing import as_dict, to_toml
 from ssfl.data.dataset import WHITE, Dataset
 from ssfl.deploy.disclosure import PublicError
 from ssfl.engines.local import Returned

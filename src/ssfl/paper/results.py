@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ssfl.config.loading import as_dict
+from ssfl.config.writing import as_dict
 from ssfl.core.events import mean_mask_rate
 from ssfl.errors import RunError
 from ssfl.paper.rows import PaperRun

@@ -11,8 +11,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ssfl.config.loading import as_dict
 from ssfl.config.settings import Config
+from ssfl.config.writing import as_dict
 from ssfl.core import plain_files, statistics
 from ssfl.core.events import Event
 from ssfl.errors import RunError

@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from ssfl.config.loading import to_toml
+from ssfl.config.writing import to_toml
 from ssfl.report import collapse, conclusion, costs, mistakes, owners, several, words
 from ssfl.report.blocks import Block, Cell, bars, half, heading, named, number, say, table, text
 from ssfl.report.gather import Points, Run, finite, numbers, thinned

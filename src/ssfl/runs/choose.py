@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ssfl.config import loading
+from ssfl.config import loading, sources
 from ssfl.config.settings import Config, DataSettings, ModelSettings
 from ssfl.core import progress
 from ssfl.core.fields import limits_of
@@ -379,7 +379,7 @@ def load_config(
     loading.apply(set_by_user, overrides)
     sections = loading.read(source, overrides)
     path = sections.get("data", {}).get("path")
-    may_choose = loading.is_image_folder(source) or source in (None, "own")
+    may_choose = sources.is_image_folder(source) or source in (None, "own")
     if not (may_choose and isinstance(path, str) and Path(path).is_dir()):
         return loading.from_dict(sections, method=method)
     set_by_user.setdefault("data", {})["path"] = path

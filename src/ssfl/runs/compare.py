@@ -4,7 +4,7 @@ results first differ."""
 from pathlib import Path
 from typing import Any
 
-from ssfl.config.loading import as_dict
+from ssfl.config.writing import as_dict
 from ssfl.runs import folder
 
 

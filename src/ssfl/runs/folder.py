@@ -21,8 +21,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from ssfl.config import first_release
-from ssfl.config.loading import from_dict, to_toml
+from ssfl.config.loading import from_dict
 from ssfl.config.settings import Config
+from ssfl.config.writing import to_toml
 from ssfl.core import outside, plain_files
 from ssfl.core.events import Event
 from ssfl.core.version import VERSION

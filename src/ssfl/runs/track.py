@@ -16,8 +16,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ssfl.config.loading import as_dict, to_toml
 from ssfl.config.settings import Config
+from ssfl.config.writing import as_dict, to_toml
 from ssfl.core import plain_files
 from ssfl.core.events import Event
 from ssfl.errors import ConfigError, one_line, warn_user
