@@ -7,26 +7,23 @@ models come one after another in the batch. The module then runs under `torch.fu
 exist only once for all n models.
 """
 
-import contextlib
 import copy
 import hashlib
 import inspect
-import math
-import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
-from torch.overrides import TorchFunctionMode
 
 from ssfl.core import outside
+from ssfl.core.generators import seeded
 from ssfl.core.rows import layout_of, learning, statistics, trained
 from ssfl.errors import ConfigError, warn_user
 from ssfl.models import layers
 from ssfl.models.replaced import replaced_functions
+from ssfl.models.trials import check_logits, check_training, reason, refused
 
 Factory = Callable[[], nn.Module]
 Named = dict[str, Tensor]
@@ -158,36 +155,36 @@ def build(make: Any, setting: str, classes: int, shape: tuple[int, int, int], se
     """
     if isinstance(make, nn.Module) or not callable(make):
         kind = "a module" if isinstance(make, nn.Module) else f"of type {type(make).__name__}"
-        raise _refused(
+        raise refused(
             f"{setting} is {kind}: give a function without arguments that makes the nn.Module", make
         )
-    with _seeded(seed):
+    with seeded(seed):
         try:
             module = make()
         except Exception as error:
-            raise _refused(
-                f"{setting}: the function that makes the module raised {_reason(error)}", error
+            raise refused(
+                f"{setting}: the function that makes the module raised {reason(error)}", error
             ) from error
         module = getattr(module, "_orig_mod", module)  # torch.compile wraps the module
         if not isinstance(module, nn.Module):
-            raise _refused(
+            raise refused(
                 f"{setting} returned a value of type {type(module).__name__}: return an nn.Module", module
             )
-        _check_logits(module.eval(), setting, classes, shape)
+        check_logits(module.eval(), setting, classes, shape)
         if not trained(module):
-            raise _refused(
+            raise refused(
                 f"{setting} has no parameter with requires_grad=True: do not freeze its last layer",
                 0,
             )
         for name, part in module.named_modules():
             if isinstance(part, nn.modules.batchnorm._NormBase) and part.momentum is None:
-                raise _refused(
+                raise refused(
                     f"{setting}: {name} has momentum=None, whose batch count cannot be averaged: give it "
                     "a momentum, such as 0.1",
                     name,
                 )
         network = module if _is_own(module) else External(module)
-        _check_training(network, setting, shape)
+        check_training(network, module, setting, shape)
     return network.train()
 
 
@@ -239,7 +236,7 @@ def check_precision(network: nn.Module, images: Tensor) -> None:
     except Exception as error:
         kind = str(images.dtype).removeprefix("torch.")
         raise ConfigError(
-            f"train.precision = {kind!r}: the module of model.name raised {_reason(error)}: "
+            f"train.precision = {kind!r}: the module of model.name raised {reason(error)}: "
             "set train.precision=float32",
             key="train.precision",
             value=kind,
@@ -274,7 +271,7 @@ def try_batching(network: nn.Module, images: Tensor) -> None:
         network.batched = False
         warn_user(
             "users are trained one after another, which is slower, because torch.vmap cannot run several "
-            f"copies of this network at once ({_reason(error)})"
+            f"copies of this network at once ({reason(error)})"
         )
     finally:
         functorch._set_vmap_fallback_enabled(fallback)
@@ -301,155 +298,5 @@ def _normalising(module: nn.Module) -> Iterator[str]:
             yield from (f"{name}.{tensor_name}" if name else tensor_name for tensor_name, _ in tensors)
 
 
-def _check_logits(module: nn.Module, setting: str, classes: int, shape: tuple[int, int, int]) -> None:
-    """Raises ConfigError if a forward pass in evaluation mode fails, or does not return logits of the shape
-    [images, classes]."""
-    images = _example(shape)
-    try:
-        with torch.no_grad(), replaced_functions(None):
-            logits = module(images)
-    except Exception as error:
-        raise _refused(
-            f"{setting}: calling the module with float images {list(images.shape)} raised {_reason(error)}",
-            error,
-        ) from error
-    if not isinstance(logits, Tensor) or not logits.is_floating_point():
-        kind = (
-            f"a tensor of {logits.dtype}"
-            if isinstance(logits, Tensor)
-            else f"a value of type {type(logits).__name__}"
-        )
-        raise _refused(
-            f"{setting} returned {kind}: its forward must return only logits, a float tensor", kind
-        )
-    if tuple(logits.shape) != (len(images), classes):
-        expected = f"[{len(images)}, {classes}]"
-        fix = f"make its last layer {classes} wide" if logits.dim() == 2 else "return one row for each image"
-        raise _refused(
-            f"{setting} returned logits {list(logits.shape)} for {len(images)} images and {classes} classes, "
-            f"not {expected}: {fix}",
-            tuple(logits.shape),
-        )
-    one = torch.ones(len(images), dtype=logits.dtype)
-    if classes > 1 and bool((logits > 0).all()) and torch.allclose(logits.sum(1), one, atol=1e-3):
-        raise _refused(
-            f"{setting} returned probabilities, because each row is positive and sums to 1: remove the "
-            "softmax from the end of its forward, since the loss applies it to logits",
-            "softmax",
-        )
-
-
-def _check_training(network: nn.Module, setting: str, shape: tuple[int, int, int]) -> None:
-    """Raises ConfigError if a training step fails, if it changes a buffer, or if the module draws its own
-    random numbers. Changes of buffers would be lost, and a run with such random numbers could not be
-    repeated."""
-    try:
-        copied = copy.deepcopy(network).train()
-        key = torch.tensor(7)
-        changed = _changed_buffer(copied, _example(shape), key)
-        states = random_states()
-        first, again = (copied(_example(shape), key) for _ in range(2))
-        first.sum().backward()
-    except Exception as error:
-        raise _refused(f"{setting}: training the module raised {_reason(error)}", error) from error
-    if changed is not None:
-        raise _refused(
-            f"{setting}: the buffer {changed} changes while the module trains, but only the running "
-            "statistics of normalisation layers are kept and averaged: use a layer without such a buffer",
-            changed,
-        )
-    used = [kind for kind, state in random_states().items() if state != states[kind]]
-    if used or not torch.allclose(first, again, 1e-3, 1e-4, equal_nan=True):
-        source = " and ".join(used) or "a generator of its own"
-        if "torch" in used:
-            with FindDraws() as watch, torch.no_grad():
-                copied(_example(shape), key)
-            source = f"torch ({watch.function})" if watch.function else source
-        raise _refused(
-            f"{setting} draws random numbers from {source} while it trains, so a run cannot be "
-            "repeated: use nn.Dropout, whose random numbers ssfl draws itself, or a layer without random "
-            "numbers",
-            source,
-        )
-
-
-def _changed_buffer(network: nn.Module, images: Tensor, key: Tensor) -> str | None:
-    """Returns the name of a buffer that a training step changes, or None if there is none. Running statistics
-    of normalisation layers, and their count of batches, are left out."""
-    module = plain(network)
-    buffers = dict(module.named_buffers())
-    after = {name: buffer.clone() for name, buffer in buffers.items()}
-    takes_key = "key" in inspect.signature(module.forward).parameters
-    with torch.no_grad(), replaced_functions(key):
-        functional_call(module, after, (images, key) if takes_key else (images,))
-    kept = statistics(module)
-    return next(
-        (
-            name
-            for name, buffer in buffers.items()
-            if name not in kept and name.rpartition(".")[2] != "num_batches_tracked"
-            if not torch.equal(buffer, after[name])
-        ),
-        None,
-    )
-
-
-def _refused(message: str, value: object) -> ConfigError:
-    """Returns the ConfigError for a module that cannot be used. `value` is the cause, such as what the module
-    returned or raised."""
-    return ConfigError(message, key="model.name", value=value)
-
-
-def _example(shape: tuple[int, int, int]) -> Tensor:
-    """Returns two artificial images [2, C, H, W], with which a module is tested. They are the same every
-    time."""
-    return torch.linspace(-1, 1, 2 * math.prod(shape)).sin().reshape(2, *shape)
-
-
-@contextlib.contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """Seeds the global random generators of torch, Python and numpy during a `with` block, and restores their
-    states afterwards. So the initial weights depend only on the seed."""
-    python, array = random.getstate(), np.random.get_state()  # noqa: NPY002
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        random.seed(seed)
-        np.random.seed(seed % 2**32)  # noqa: NPY002
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(array)  # noqa: NPY002
-
-
-def random_states() -> dict[str, Any]:
-    """Returns the states of the global random generators of torch, Python and numpy, by their names."""
-    array = np.random.get_state(legacy=False)["state"]  # noqa: NPY002
-    return {
-        "torch": torch.get_rng_state().numpy().tobytes(),
-        "Python's random": random.getstate(),
-        "numpy.random": (array["key"].tobytes(), array["pos"]),
-    }
-
-
-class FindDraws(TorchFunctionMode):
-    """Finds out which torch function draws random numbers. While active, it records in `function` the name of
-    the first one that draws any."""
-
-    function = ""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before = torch.get_rng_state()
-        result = func(*args, **(kwargs or {}))
-        if not self.function and not torch.equal(before, torch.get_rng_state()):
-            self.function = getattr(func, "__name__", str(func))
-        return result
-
-
 def _item(keys: Tensor | None, place: int) -> Tensor | None:
     return None if keys is None else keys[place]
-
-
-def _reason(error: BaseException) -> str:
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0][:300]}".rstrip(": ")

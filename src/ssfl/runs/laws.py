@@ -19,11 +19,11 @@ from torch import Tensor
 from ssfl import methods
 from ssfl.config.loading import as_texts, load_config
 from ssfl.config.settings import Config
+from ssfl.core import generators
 from ssfl.core.outside import IN_MEMORY
 from ssfl.engines.work import make_batch
 from ssfl.errors import ConfigError, MethodError, SsflError, SsflWarning, with_class
 from ssfl.federation import Method, State
-from ssfl.models import external
 from ssfl.models.external import Factory
 from ssfl.runs import assemble, checkpoints
 from ssfl.runs.checkpoints import Checkpoint
@@ -122,12 +122,12 @@ def _laws(config: Config, model: Factory | str | None, mask: float | None) -> It
         f"another threshold, such as {_another_threshold(config.method, mask or 0.0)}"
     )
     yield Law("some images are trained on and some are not", useful, rated + hint)
-    before = external.random_states()
+    before = generators.random_states()
     loop = _played(config, model)
-    used = [kind for kind, now in external.random_states().items() if now != before[kind]]
+    used = [kind for kind, now in generators.random_states().items() if now != before[kind]]
     instead = "make all draws from look.keys or fed.key(purpose)"
     if used:
-        watch = external.FindDraws()
+        watch = generators.FindDraws()
         _played(config, model, around=watch)
         source = " and ".join(used) + f" ({watch.function})" * bool(watch.function)
         yield Law(REPEATED, False, f"the method draws random numbers from {source}: {instead}")
