@@ -65,8 +65,9 @@ def test_files_of_one_protocol_share_a_table_and_are_compared_by_seed(tmp_path: 
 
 
 def test_the_page_says_why_a_method_with_a_diverged_run_comes_last(tmp_path: Path) -> None:
-    lucky = standing("semifl", [95, 96]) | {"diverged": 1}
-    page = leaderboard.page(written(tmp_path, one=contest(lucky, standing("anchored", [90, 92, 94]))))
+    lucky = standing("semifl", [95, 96]) | {"diverged": 1, "collapsed": 0}
+    sound = standing("anchored", [90, 92, 94]) | {"collapsed": 0}
+    page = leaderboard.page(written(tmp_path, one=contest(lucky, sound)))
     rows = [line.split(" | ")[0] for line in page.splitlines() if line.startswith("| `")]
     assert rows == 2 * ["| `anchored`", "| `semifl`"]
     (line,) = (line for line in page.splitlines() if line.startswith("- `"))
@@ -79,10 +80,13 @@ def test_the_page_names_methods_with_runs_that_stayed_near_guessing(tmp_path: Pa
     one, two = standing("flexmatch", [90, 10, 50]), standing("anchored", [90, 92, 94])
     for run, best in zip((*one["runs"], *two["runs"]), (90, 19.9, 20.1, 92, 92, 92), strict=True):
         run |= {"best_validation": best} | ({"classes": 10} if recorded else {})
+    two |= {"collapsed": 0}
     page = leaderboard.page(written(tmp_path, one=contest(one, two)))
-    (line,) = texts.guessed("`flexmatch`", one["runs"], 3, 10)
-    assert "1 of 3 runs" in line
-    assert [line for line in page.splitlines() if line.startswith("- `")] == [f"- {line}"]
+    (guessed,) = texts.guessed("`flexmatch`", one["runs"], 3, 10)
+    (collapsed,) = texts.collapsed("`flexmatch`", 1, 3, tuned=True)
+    assert "1 of 3 runs" in guessed
+    lines = [line for line in page.splitlines() if line.startswith("- `")]
+    assert lines == [f"- {collapsed}", f"- {guessed}"]
 
 
 def test_a_method_with_equal_results_in_two_files_has_one_row(tmp_path: Path) -> None:
