@@ -130,6 +130,7 @@ def test_table_file_and_picture(tmp_path: Path) -> None:
         assert one["config"]["split"]["server_labels"] == 50  # resolved
         assert all(run["versions"] and run["date"] and run["classes"] == 10 for run in one["runs"])
         assert str(tmp_path) not in json.dumps(one)
+        assert [len(curve) for curve in one["seed_validation_curves"]] == 2 * [len(one["validation_curve"])]
     for one in found:
         last = [run["last_validation"] for run in one.runs]
         assert [accuracies[-1] for accuracies in one.seed_curves] == last
