@@ -9,7 +9,7 @@ from ssfl.core.version import VERSION
 if TYPE_CHECKING:
     from ssfl import augment, averaging, diversity, schedule, split
     from ssfl.config.loading import Config
-    from ssfl.core import losses
+    from ssfl.core import draws, losses
     from ssfl.core.fields import setting
     from ssfl.core.losses import Losses
     from ssfl.data.arrays import Data
@@ -28,7 +28,7 @@ __version__ = VERSION
 __all__ = [
     "Config", "Data", "Fed", "Federation", "Labels", "Look", "Losses", "Method", "Result", "SsflError",
     "State", "Step", "Users", "__version__", "augment", "averaging", "check", "diversity",
-    "evaluate", "export", "load_config", "load_model", "losses", "parts", "predict", "resume", "run",
+    "draws", "evaluate", "export", "load_config", "load_model", "losses", "parts", "predict", "resume", "run",
     "schedule", "setting", "split",
 ]  # fmt: skip
 
@@ -58,7 +58,7 @@ _HOMES = {
 }
 
 
-_MODULES = {"losses": "core.losses", "parts": "methods.parts"}
+_MODULES = {"draws": "core.draws", "losses": "core.losses", "parts": "methods.parts"}
 
 
 def __getattr__(name: str) -> Any:

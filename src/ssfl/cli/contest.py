@@ -83,6 +83,14 @@ def contest(
             key="--against",
             value=against,
         )
+    for override in sets or []:
+        key = override.partition("=")[0].strip()
+        if key.startswith("method."):
+            raise ConfigError(
+                f"--set {key}: a contest sets no option of [method] for all methods; use --choose {override}",
+                key=key,
+                fix=f"--choose {override}",
+            )
     from ssfl.contest import play as contests
     from ssfl.contest import standings, texts
     from ssfl.report.plots import pyplot

@@ -162,7 +162,7 @@ def _check_averaging(config: Config) -> None:
         ("federation.median_fallback", federation.median_fallback, federation.median_fallback, "false"),
     ]
     reason = (
-        "averages models in its own way" if "models" in method.needs() else "gives users different weights"
+        "averages models in its own way" if "models" in method.needs() else "may give users different weights"
     )
     if {"models", "reports"} & set(method.needs()):
         for key, value, on, plain in robust:

@@ -29,6 +29,7 @@ from ssfl.contest.texts import choice
 from ssfl.contest.tuning import tuned
 from ssfl.core import plain_files
 from ssfl.core.events import mean_mask_rate
+from ssfl.data import inventory
 from ssfl.data.hands import Hands
 from ssfl.errors import ConfigError, DivergedError, FolderInUse, SsflWarning
 from ssfl.runs import display, folder, resolve, round_loop, same, train
@@ -50,6 +51,8 @@ class Splits:
     """How many validation images the first run has. If settings are chosen, it is a run that chooses them."""
     shared: bool
     """Whether the users' images are the same for all seeds of the contest, of which there are several."""
+    fingerprint: str
+    """The fingerprint of the images, their owners and augmentations."""
 
 
 @contextmanager
@@ -130,7 +133,7 @@ def play(
     images = splits.validation * len(choosing)
 
     def score(entry: Entry) -> float:
-        return _validation(_played(entry, tell, quiet))
+        return _validation(_played(entry, splits.fingerprint, tell, quiet))
 
     for method, tries in wanted.items():
         if tune:
@@ -144,7 +147,8 @@ def play(
         if scores:
             _, taken = max(scores, key=lambda one: one[0])
         entries = [rules.entry(method, seed, taken) for seed in range(1, seeds + 1)]
-        standing = _standing(method, taken, [_played(entry, tell, quiet) for entry in entries])
+        paths = [_played(entry, splits.fingerprint, tell, quiet) for entry in entries]
+        standing = _standing(method, taken, paths)
         tried = [
             {"options": options, "validation_accuracy": None if end < 0 else end, "images": images}
             for end, options in scores
@@ -219,7 +223,7 @@ def _require_playable(entries: Sequence[Entry]) -> Splits:
         users.setdefault(config.run.seed, owned)
     users.pop(CHOOSING, None)
     shared = len(users) > 1 and (data.users is not None or len(set(users.values())) == 1)
-    return Splits(resolved[0], counts[0], shared)
+    return Splits(resolved[0], counts[0], shared, inventory.fingerprint(data))
 
 
 def _same_protocol(out: Path, source: str, sets: Sequence[str], network: str | None) -> None:
@@ -268,10 +272,12 @@ def _same_protocol(out: Path, source: str, sets: Sequence[str], network: str | N
     folder.write_atomic(file, json.dumps({"source": source, "settings": settings_now}, indent=1).encode())
 
 
-def _played(entry: Entry, tell: Tell, quiet: bool) -> Path | None:
+def _played(entry: Entry, fingerprint: str, tell: Tell, quiet: bool) -> Path | None:
     """Runs one entry of the contest, unless it is finished already. Returns its run folder, or None if
-    training diverged."""
+    training diverged. Raises if the folder has a run with other settings, with another version of a person's
+    code, or with images of another `fingerprint`."""
     same.require(entry.config, entry.path)
+    same.require_same_parts(entry.config, entry.path, fingerprint)
     if folder.read_summary(entry.path) is not None:
         tell(f"{entry.path.name}: skipped, because it is already finished")
         return entry.path

@@ -213,7 +213,8 @@ def write(
             "diverged": one.diverged, "options": one.options, "rounds": one.rounds, "images": one.images,
             "server_images": one.server_images, "megabytes": one.megabytes, "runs": one.runs,
             "tries": one.tries, "validation_curve": one.curve, "seed_validation_curves": one.seed_curves,
-            "shared_split": one.shared_split, "flag": one.flag or None, "passes": one.passes, "collapsed": one.collapsed, "config": one.config,
+            "shared_split": one.shared_split, "flag": one.flag or None, "passes": one.passes,
+            "collapsed": one.collapsed, "config": one.config,
             "first_minus_this": gap(one, standings[0]), "against_minus_this": gap(one, compared),
         }
         for one in standings

@@ -45,7 +45,7 @@ class Layout:
         parts = row.split(self.sizes[:count], dim=-1)
         lead = row.shape[:-1]
         return {
-            name: part.reshape(*lead, *shape)
+            name: part.reshape((*lead, *shape))
             for name, part, shape in zip(self.names, parts, self.shapes, strict=False)
         }
 

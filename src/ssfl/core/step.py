@@ -158,6 +158,12 @@ class Step:
         used = self._narrow if at is None else self._as_narrow(at)
         leaves = {name: weight.detach().requires_grad_() for name, weight in used.items()}
         total, metrics, buffers = self._evaluate(loss, leaves, self.buffers, self.batch, self._received)
+        if not total.requires_grad:
+            raise MethodError(
+                f"{_name(loss)} returned a loss that does not depend on the model: compute it from the "
+                "logits of step.forward(), without detach(). For a loss of zero, multiply the logits by 0",
+                key="loss",
+            )
         # the models are independent, so the gradient of the summed loss contains each model's gradient
         values = torch.autograd.grad(
             total.sum(), list(leaves.values()), allow_unused=True, materialize_grads=True
@@ -239,6 +245,13 @@ def evaluated(loss: Loss, step: Step, extra: Sequence[str] = ()) -> tuple[Tensor
         "known_rate": known.mean(1),
         "correct_rate": correct.mean(1),
     }
+    undeclared = [name for name in result.metrics if name not in extra]
+    if undeclared and step.role == "user":
+        raise MethodError(
+            f"{_name(loss)} returned the metric {undeclared[0]!r}, which the method does not declare: add it "
+            f"to the class, as metrics = ({undeclared[0]!r},)",
+            key=undeclared[0],
+        )
     for name in extra:
         if name not in result.metrics:
             raise MethodError(
@@ -256,7 +269,7 @@ def _losses(loss: Loss, step: Step) -> Losses:
     result = loss(step)
     if not isinstance(result, Losses):
         raise MethodError(
-            f"{_name(loss)} returned {_in_words(result)}: return ssfl.Losses(loss, mask, label)", key="Losses"
+            f"{_name(loss)} returned {in_words(result)}: return ssfl.Losses(loss, mask, label)", key="Losses"
         )
     shape = step.batch.labels.shape
     for name, value in (("loss", result.loss), ("mask", result.mask), ("label", result.label)):
@@ -266,7 +279,7 @@ def _losses(loss: Loss, step: Step) -> Losses:
         if not fits:
             one = f" or {list(shape[:1])}, one number for each model" if name == "loss" else ""
             raise MethodError(
-                f"{_name(loss)} returned {_in_words(value)} as Losses.{name}: return a tensor of shape "
+                f"{_name(loss)} returned {in_words(value)} as Losses.{name}: return a tensor of shape "
                 f"{list(shape)}, one number for each image{one}",
                 key=name,
             )
@@ -284,7 +297,7 @@ def _name(loss: Loss) -> str:
     return str(getattr(loss, "__qualname__", type(loss).__name__)).replace("<locals>.", "")
 
 
-def _in_words(value: Any) -> str:
+def in_words(value: Any) -> str:
     """Returns in words what a method's function returned, such as "a tensor of shape [4, 16]"."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {list(value.shape)}"

@@ -186,7 +186,7 @@ def coded_labels(labels: Array, names: tuple[str, ...], what: str) -> Index:
     if len(strange):
         raise ConfigError(
             f"{what}: {strange[0]} is not a class. Use the class numbers 0 to {len(names) - 1}, or -1 for "
-            "an image without a label",
+            "an image without a label. If there are more classes, name all of them in classes=",
             key=what,
             value=int(strange[0]),
         )
@@ -356,6 +356,12 @@ def per_channel(values: Sequence[float] | None, channels: int, what: str) -> tup
         above = " above 0" if what == "std" else ""
         raise ConfigError(
             f"{what} = {values}: pass {channels} finite numbers{above}, one for each channel",
+            key=what,
+            value=values,
+        )
+    if max(map(abs, numbers)) > 1:
+        raise ConfigError(
+            f"{what} = {values}: pass numbers on the scale from 0 (black) to 1 (white), so divide by 255",
             key=what,
             value=values,
         )

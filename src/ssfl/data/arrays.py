@@ -140,6 +140,11 @@ class Data:
         )  # fmt: skip
         with as_config_error("data"):
             self.dataset = checked(dataset, "ssfl.Data")
+        if int(everything.max()) <= 1:
+            warn_user(
+                "no image has a grey level above 1, but white is 255: if the images were floats from 0 to 1, "
+                "multiply them by 255 before they become uint8"
+            )
         if line := copies.of_test_images(everything, test):
             warn_user(line)
         self._measured = mean is None, std is None
@@ -198,7 +203,7 @@ def check_views(data: Dataset, images: Tensor) -> None:
         before = images.clone()
         try:
             views, repeated = (view.make(images, drawn, data.flip) for _ in range(2))
-            alone = view.make(images[:1], drawn[:1], data.flip)
+            alone = view.make(images[-1:], drawn[-1:], data.flip)
         except Exception as error:
             reason = with_class(error, 200)
             raise ConfigError(f"{name}: your function raised {reason}", key=name, value=error) from error
@@ -223,7 +228,7 @@ def check_views(data: Dataset, images: Tensor) -> None:
                 key=name,
             )
         # a difference of one level is allowed, because sums may be rounded differently
-        if int((views[:1].int() - alone.int()).abs().max()) > 1:
+        if int((views[-1:].int() - alone.int()).abs().max()) > 1:
             raise ConfigError(
                 f"{name}: what your function returns for an image depends on the other images of the batch: "
                 "for image i use only images[i] and draws[i]",

@@ -137,7 +137,7 @@ def _classes(place: Path) -> dict[str, list[Path]]:
 def _unlabelled(places: Sequence[Path]) -> tuple[list[Path], list[str]]:
     """Returns the images without labels in the folders `places`: those beside the sub-folders, and those in
     the sub-folder "unlabelled". The second result has, for each of them, its sub-folder of "unlabelled", or
-    "". Raises if such a sub-folder has no images."""
+    "". Raises if the sub-folder "unlabelled", or one in it, has no images."""
     found, homes = list[Path](), list[str]()
     for place in places:
         loose = pictures.list_images(place, nested=False)
@@ -145,6 +145,10 @@ def _unlabelled(places: Sequence[Path]) -> tuple[list[Path], list[str]]:
         homes += [""] * len(loose)
         for base in (place / name for name in UNLABELLED):
             files = pictures.list_images(base)
+            if base.is_dir() and not files and not pictures.list_folders(base):
+                raise DataError(
+                    f"{pictures.nothing_in(base)}; add images without labels, or remove the folder"
+                )
             found += files
             homes += ["" if file.parent == base else file.relative_to(base).parts[0] for file in files]
             for entry in pictures.list_folders(base) if base.is_dir() else []:

@@ -12,6 +12,7 @@ So an image has the same features in every run, process and federation. They are
 commands, one file for each view, named after the image's checksum.
 """
 
+import copy
 import hashlib
 import math
 import mmap
@@ -62,6 +63,16 @@ def is_divided(module: nn.Module) -> bool:
         return False
     weights = list(trunk.parameters())
     return bool(weights) and not any(weight.requires_grad for weight in weights)
+
+
+def is_whole(module: nn.Module, shape: tuple[int, int, int]) -> bool:
+    """Returns whether a network with a trunk and a tail computes tail(trunk(x)) and nothing else. `shape` is
+    the shape of an image. The network is tried in evaluation mode, on two artificial images."""
+    images = torch.linspace(-1, 1, 2 * math.prod(shape)).sin().reshape(2, *shape)
+    tried = copy.deepcopy(module).cpu().float().eval()
+    with torch.no_grad():
+        parts = tried.get_submodule("tail")(tried.get_submodule("trunk")(images))
+        return bool(torch.allclose(tried(images), parts, 1e-3, 1e-4, equal_nan=True))
 
 
 def tail_of(module: nn.Module) -> nn.Module:

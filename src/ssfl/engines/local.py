@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ssfl.core.step import in_words
 from ssfl.engines.contract import Engine
 from ssfl.engines.work import Work
 from ssfl.errors import MethodError
@@ -55,10 +56,45 @@ def made_labels(engine: Engine, method: Method, rows: Tensor, work: Work) -> Lab
     look = Look(probabilities, work.batches, work.keys[2], work.sent, work.labelled is not None, work.taken)
     if work.taken is not None:
         look = look._replace(probabilities=torch.where(look.drawn[:, :, None], probabilities, 0.0))
-    labels: Labels = method.label(look)
+    labels: Labels = checked_labels(method.label(look), look)
     if (labels.weight is not None or labels.report) and "reports" not in method.needs():
         raise MethodError(
             f"label() returns {NEEDS['reports']}: add 'reports' to what needs() returns", key="reports"
+        )
+    return labels
+
+
+def checked_labels(labels: Labels, look: Look) -> Labels:
+    """Returns the result of a method's function `label`, after checking its types, shapes and weights. Raises
+    MethodError if it cannot be used."""
+    if not isinstance(labels, Labels):
+        raise MethodError(
+            f"label() returned {in_words(labels)}: return ssfl.Labels(images, tensors)", key="Labels"
+        )
+    users, steps, size = look.images.shape
+    each_image, each_step, each_user = (users, steps, size), (users, steps), (users,)
+    wanted: list[tuple[str, object, tuple[int, ...], bool]] = [("images", labels.images, each_image, True)]
+    wanted += [
+        (f"extra_images[{name!r}]", value, each_image, True) for name, value in labels.extra_images.items()
+    ]
+    wanted += [(f"tensors[{name!r}]", value, each_step, False) for name, value in labels.tensors.items()]
+    wanted += [(f"report[{name!r}]", value, each_user, False) for name, value in labels.report.items()]
+    for name in ("weight", "lr_scale", "steps", "update_scale"):
+        value = getattr(labels, name)
+        wanted += [] if value is None else [(name, value, each_user, True)]
+    for name, value, shape, whole in wanted:
+        if not isinstance(value, Tensor) or (value.shape if whole else value.shape[: len(shape)]) != shape:
+            more = "" if whole else ", ..."
+            raise MethodError(
+                f"label() returned {in_words(value)} as Labels.{name}: return a tensor of shape "
+                f"[{', '.join(map(str, shape))}{more}]",
+                key=name,
+            )
+    weight = labels.weight
+    if weight is not None and not bool(((weight >= 0) & weight.isfinite()).all()):
+        raise MethodError(
+            "label() returned a Labels.weight that is negative or not finite: return weights of at least 0",
+            key="weight",
         )
     return labels
 

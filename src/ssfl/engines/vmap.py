@@ -244,7 +244,7 @@ class Vmap:
         with torch.autograd.graph.saved_tensors_hooks(note, lambda saved: saved):
             weights = {name: value.detach().requires_grad_() for name, value in buffers.narrow.items()}
             batch = make_batch(self.pool, work, 0)
-            self._evaluate(self._losses[work.role], work.role, weights, buffers.statistics, batch)
+            self._trial_loss(work, weights, buffers, batch)
         return 2 * sum(saved_bytes.values()) + 10 * self.layout.length * self.pool.wide.itemsize
 
     def _trial_work(self, rows: Tensor, batch_size: int) -> Work:
@@ -259,7 +259,31 @@ class Vmap:
         if self.method.label is None:
             return work
         look = Look(self.predict(rows, work), images, nothing[2], {}, False)
-        return work.with_labels(self.method.label(look))
+        try:
+            return work.with_labels(self.method.label(look))
+        except KeyError:
+            if not self._gets_tensors:
+                raise
+            return work
+
+    def _trial_loss(self, work: Work, weights: Named, buffers: StepBuffers, batch: Batch) -> None:
+        """Computes the loss of a step with which `memory` measures memory. If the method reads tensors that
+        the server sends in real rounds, all views of the images pass through the network instead."""
+        received = buffers.received or None
+        try:
+            self._evaluate(self._losses[work.role], work.role, weights, buffers.statistics, batch, received)
+        except KeyError:
+            if not self._gets_tensors:
+                raise
+            step = Step(batch, weights, buffers.statistics, self._network)
+            for views in (batch.weak, batch.strong, batch.own):
+                if views is not None:
+                    step.forward(views).log_softmax(-1)
+
+    @property
+    def _gets_tensors(self) -> bool:
+        """Whether the server sends the method's users tensors besides the model."""
+        return bool({"sends", "numbers"} & set(self.method.needs()))
 
     def _step(self, buffers: StepBuffers, probabilities: Tensor | None) -> None:
         """Runs one step of all models in the buffers. If `probabilities` is None, the step trains the models.

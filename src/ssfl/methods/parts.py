@@ -54,7 +54,7 @@ def confident(look: Look, threshold: float | Tensor) -> Tensor:
     confident.
     """
     confidence, label = look.probabilities.max(-1)
-    if isinstance(threshold, float):
+    if isinstance(threshold, int | float):
         threshold = thresholds.fixed(look.probabilities, threshold)
     sure = confidence >= threshold.gather(1, label)
     return sure if look.taken is None else sure & look.drawn

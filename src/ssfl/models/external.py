@@ -183,9 +183,24 @@ def build(make: Any, setting: str, classes: int, shape: tuple[int, int, int], se
                     "a momentum, such as 0.1",
                     name,
                 )
+        _require_one_name(module, setting)
         network = module if _is_own(module) else External(module)
         check_training(network, module, setting, shape)
     return network.train()
+
+
+def _require_one_name(module: nn.Module, setting: str) -> None:
+    """Raises ConfigError if a part with weights has two names in the module, because torch cannot replace the
+    weights of such a part in a call."""
+    names: dict[int, str] = {}
+    for name, part in module.named_modules(remove_duplicate=False):
+        first = names.setdefault(id(part), name)
+        if first != name and list(part.parameters()):
+            raise refused(
+                f"{setting}: {first} and {name} are the same part of the module: keep it under one name, for "
+                "example by putting the second reference into a plain list instead of an nn.ModuleList",
+                name,
+            )
 
 
 def named(name: str, make: Factory | None, classes: int, shape: tuple[int, int, int], seed: int) -> nn.Module:

@@ -19,7 +19,7 @@ from ssfl.data.arrays import Data
 from ssfl.data.dataset import Dataset
 from ssfl.data.hands import Hands, Index
 from ssfl.engines import choice, memory
-from ssfl.engines.features import Features, is_divided, tail_of
+from ssfl.engines.features import Features, is_divided, is_whole, tail_of
 from ssfl.engines.work import Optimizer, Pool
 from ssfl.errors import ConfigError, one_line, warn_user
 from ssfl.models import backbones, external
@@ -236,8 +236,17 @@ def _with_features(
     module, count = external.plain(whole), config.model.cached_views or 0
     if not is_divided(module):
         raise ConfigError(
-            f"model.cached_views = {count} needs a network whose first layers are frozen, and in "
-            f"{config.model.name} they are not: set model.cached_views=0",
+            f"model.cached_views = {count} needs a network with a frozen part named trunk and a trained part "
+            "named tail, and this network has no such parts: set model.cached_views=0",
+            key="model.cached_views",
+            value=count,
+            fix="model.cached_views=0",
+        )
+    own = type(module).__module__.startswith("ssfl.")
+    if not own and not is_whole(module, dataset.shape):
+        raise ConfigError(
+            f"model.cached_views = {count} needs a network whose forward(x) is tail(trunk(x)), and this "
+            "network's returns something else: set model.cached_views=0",
             key="model.cached_views",
             value=count,
             fix="model.cached_views=0",

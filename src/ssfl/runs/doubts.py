@@ -51,6 +51,8 @@ def _labels(config: Config, dataset: Dataset, parts: split.Parts) -> list[str]:
     way = "raise split.server_labels"
     if dataset.server is not None:
         way = "add an image of each class to server= of ssfl.Data"
+    elif dataset.users is not None:
+        way = "give labelled images to the server: name them in server= of ssfl.Data, or give them no owner"
     if not len(parts.server):
         return [f"there are no labelled images, so the model cannot learn; {way}"]
     named = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")

@@ -7,6 +7,7 @@ events.jsonl, to which lines are appended.
 
 import fcntl
 import json
+import math
 import os
 import platform
 import shutil
@@ -280,15 +281,25 @@ def require_resumable(path: Path) -> None:
 
 
 def append_event(path: Path, event: Event) -> None:
-    """Appends one event to events.jsonl in the run folder `path`, as a line of JSON."""
+    """Appends one event to events.jsonl in the run folder `path`, as a line of JSON. A number that is not
+    finite becomes null."""
     try:
         with (path / "events.jsonl").open("ab") as file:
-            file.write(json.dumps(event, allow_nan=False).encode() + b"\n")
+            file.write(json.dumps(_finite(event), allow_nan=False).encode() + b"\n")
     except OSError as error:
         raise RunError(
             f"cannot write {path / 'events.jsonl'}: {error.strerror}; check that you may write to it and "
             "that the disk is not full"
         ) from error
+
+
+def _finite(value: Any) -> Any:
+    """Returns a JSON value with None in place of every number that is not finite."""
+    if isinstance(value, dict):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_events(path: Path) -> Iterator[Event]:

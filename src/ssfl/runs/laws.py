@@ -21,7 +21,7 @@ from ssfl.config.loading import as_texts, load_config
 from ssfl.config.settings import Config
 from ssfl.core import generators
 from ssfl.core.outside import IN_MEMORY
-from ssfl.engines.work import make_batch
+from ssfl.engines.work import TrainedRows, Work, make_batch
 from ssfl.errors import ConfigError, MethodError, SsflError, SsflWarning, with_class
 from ssfl.federation import Method, State
 from ssfl.models.external import Factory
@@ -119,7 +119,7 @@ def _laws(config: Config, model: Factory | str | None, mask: float | None) -> It
         ""
         if useful
         else ", so almost all or almost no images are trained on, and the other tests prove nothing: choose "
-        f"another threshold, such as {_another_threshold(config.method, mask or 0.0)}"
+        f"{_another_threshold(config.method, mask or 0.0)}"
     )
     yield Law("some images are trained on and some are not", useful, rated + hint)
     before = generators.random_states()
@@ -177,12 +177,17 @@ def _laws(config: Config, model: Factory | str | None, mask: float | None) -> It
 
 
 def _another_threshold(method: Method, rate: float) -> str:
-    """Returns what to type so that a method has a smaller or larger threshold, if its mask rate `rate` is too
-    small or too large. Its first field with a number from 0 to 1 is probably the threshold."""
+    """Returns in words which threshold to choose, if a method's mask rate `rate` is too small or too large.
+    Its first field with a number from 0 to 1 is probably the threshold."""
     numbers = [one.name for one in fields(method) if isinstance(getattr(method, one.name), float)]
-    likely = [name for name in numbers if 0 < getattr(method, name) <= 1] or numbers or ["tau"]
-    setting = f"{likely[0]}={0.2 if rate < 0.5 else 0.95}"
-    return f"{type(method).__name__}({setting})" if method.name == IN_MEMORY else f"--set method.{setting}"
+    likely = [name for name in numbers if 0 < getattr(method, name) <= 1] or numbers
+    if not likely:
+        return "a smaller threshold" if rate < 0.5 else "a larger threshold"
+    now = getattr(method, likely[0])
+    better = min(0.2, now / 2) if rate < 0.5 else max(0.95, (1 + now) / 2)
+    setting = f"{likely[0]}={better:.3g}"
+    shown = f"{type(method).__name__}({setting})" if method.name == IN_MEMORY else f"--set method.{setting}"
+    return f"another threshold, such as {shown}"
 
 
 def _with_some_labels(
@@ -260,8 +265,7 @@ def _resumed(config: Config, model: Factory | str | None) -> State:
 
 def _replayed(config: Config, model: Factory | str | None) -> tuple[float, float]:
     """Tests whether a training step that torch has recorded (traced with `make_fx`) can be replayed with
-    other tensors. The first step of the users is recorded with the tensors of round 0 and replayed with those
-    of round 3.
+    other tensors. The users' first step is recorded in round 0 and replayed with the tensors of round 3.
 
     Returns the largest absolute difference between the replayed gradient and the same gradient without
     recording, and the largest absolute number in the latter. Returns 0 and 1 if the method does not train
@@ -273,27 +277,37 @@ def _replayed(config: Config, model: Factory | str | None) -> tuple[float, float
             return 0.0, 1.0
         from torch.fx.experimental.proxy_tensor import make_fx
 
-        step, arguments = _flat_step(sim, 0)
-        recorded = make_fx(step)(*arguments)
-        step, arguments = _flat_step(sim, 3)
-        again, direct = recorded(*arguments), step(*arguments)
-        return float((again - direct).abs().max()), float(direct.abs().max())
+        train, state = sim.engine.train, sim.initial()
+        steps: dict[int, Callable[..., Tensor]] = {}
+        found = [0.0, 1.0]
+
+        def noted(rows: Tensor, momentum: Tensor, work: Work) -> TrainedRows:
+            """Records and compares before the users train, when their pseudo-labels are made and the server
+            has sent what it sends."""
+            if work.role == "user" and state.round not in steps:
+                step, arguments = _flat_step(sim, work)
+                steps[state.round] = step if state.round else make_fx(step)(*arguments)
+                if state.round == last:
+                    again, direct = steps[0](*arguments), step(*arguments)
+                    found[:] = float((again - direct).abs().max()), float(direct.abs().max())
+            return train(rows, momentum, work)
+
+        last = min(3, sim.rounds - 1)
+        sim.engine.train = noted  # type: ignore[method-assign]
+        while state.round <= last:
+            state, _ = sim.play(state)
+        return found[0], found[1]
 
 
-def _flat_step(sim: Simulation, round: int) -> tuple[Callable[..., Tensor], list[Tensor]]:
-    """Returns a function that computes the gradient of the first training step of a round's users, and the
-    arguments of that function in this round. All arguments are plain tensors, because torch can only record
-    functions of plain tensors."""
-    from ssfl.engines import local
+def _flat_step(sim: Simulation, work: Work) -> tuple[Callable[..., Tensor], list[Tensor]]:
+    """Returns a function that computes the gradient of the first training step of users with this work and
+    with the initial model, and the arguments of that function. All arguments are plain tensors, because torch
+    can only record functions of plain tensors."""
     from ssfl.engines.vmap import Vmap
 
-    engine, cohort = sim.engine, sim.plan.cohort(round)
+    engine, start = sim.engine, sim.initial().streams[0]
     assert isinstance(engine, Vmap)
-    state = sim.initial()
-    rows = state.streams[list(cohort.streams)]
-    work = sim.plan.users_work(round, cohort)
-    if sim.method.label is not None:
-        work = work.with_labels(local.made_labels(engine, sim.method, rows, work))
+    rows = start.repeat(work.keys.shape[1], 1)
     place = engine._buffers(len(rows), rows, work)
     place.load(sim.layout, rows, torch.zeros_like(rows[:, : sim.layout.weights]), work)
     batch = make_batch(sim.pool, place.work, 0)

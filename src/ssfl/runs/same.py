@@ -5,11 +5,27 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from ssfl.config.settings import NAMES, Config
-from ssfl.errors import ConfigError
+from ssfl.core import plain_files
+from ssfl.errors import ConfigError, RunError
 from ssfl.runs import folder, resolve
 
 COMPARED = ("seed", "folds", "test")
 """The settings of the section [run] that must be the same when a run is continued."""
+
+
+def require_same_parts(config: Config, path: Path, fingerprint: str) -> None:
+    """Raises if the code of a person's method or network has changed since the run in the folder `path` was
+    started, or if its data had another `fingerprint`. If the folder holds no run, nothing happens."""
+    if not (path / "config.toml").is_file() or not (path / "split.json").is_file():
+        return
+    folder.require_same_code(path, "method", config.method.name)
+    folder.require_same_code(path, "model", config.model.name)
+    if plain_files.parse_json(plain_files.read(path / "split.json")).get("fingerprint") != fingerprint:
+        raise RunError(
+            f"the images, owners, normalisation or augmentations have changed since {path} was started: "
+            "restore them, choose another --out, or remove that folder",
+            key="data",
+        )
 
 
 def require(config: Config, path: Path) -> None:

@@ -16,11 +16,20 @@ from torch import Tensor
 from ssfl.core import averaging, draws
 from ssfl.core.cohort import Cohort
 from ssfl.core.rows import Layout, placed
+from ssfl.core.step import in_words
 from ssfl.errors import MethodError
 from ssfl.federation import METRICS, NEEDS, Named, State, Trained, Users
 from ssfl.simulate.aggregation import Aggregation, CohortResult
 from ssfl.simulate.log import Log, TrainedUpdates, together
 from ssfl.simulate.protocols import Experiment, Extra, Ranks, Workers
+
+RESERVED = (
+    "event", "round", "lr", "participants", "returned", "groups", "bytes_down", "bytes_up", "user_loss",
+    "user_mask_rate", "user_update_norm", "loss", "mask_rate", "pseudo_accuracy", "update_norm", "images",
+    "server_loss", "server_update_norm", "server_models", "server_images", "phases", "seconds", "left",
+    "memory",
+)  # fmt: skip
+"""The fields that round events already have. A method's own metrics must have other names."""
 
 
 class Round:
@@ -59,6 +68,11 @@ class Round:
         """Adds metrics, by name, to the event of this round. A tensor with one element counts as its
         number."""
         for name, value in metrics.items():
+            if name in RESERVED:
+                raise MethodError(
+                    f"fed.record({name}=...): every round already has a value with this name: choose another",
+                    key=name,
+                )
             try:
                 self.log.metrics[name] = value if isinstance(value, int | float) else float(value)
             except (TypeError, ValueError, RuntimeError):
@@ -68,6 +82,19 @@ class Round:
                     f"{method}.round calls fed.record({name}={shown}): pass one number for each name",
                     key=name,
                 ) from None
+
+    def _sent(self, send: Extra, users: Sequence[int]) -> Named:
+        """Returns the tensors that a method's function `send` returns for these users. Raises MethodError
+        unless each has one entry for each user."""
+        tensors = send(users)
+        for name, value in tensors.items():
+            if not isinstance(value, Tensor) or value.shape[:1] != (len(users),):
+                raise MethodError(
+                    f"send() returned {in_words(value)} as {name!r} for {len(users)} users: return a tensor "
+                    f"[{len(users)}, ...], with one entry for each of the users that it gets",
+                    key=name,
+                )
+        return tensors
 
     def predict(self, rows: Tensor, images: Tensor) -> Tensor:
         """Returns the class probabilities [m, N, classes] that each of the m models `rows` [m, P + Q]
@@ -185,7 +212,7 @@ class Round:
             part = slice(first, min(first + at_once, share.stop))
             # "The server sends the averaged model weights": user k of group i receives w_avg,i.
             sent = start[placed(cohort.streams[part], start.device)]
-            tensors = {} if send is None else send(cohort.users[part])
+            tensors = {} if send is None else self._sent(send, cohort.users[part])
             # "Each user locally updates its own model weights to w_k."
             momentum = self._momentum(slots[part] if keeps else None, sent)
             result = self.workers.train(sent, momentum, part, tensors)

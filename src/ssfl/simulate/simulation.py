@@ -18,6 +18,7 @@ from ssfl.core.cohort import Cohort
 from ssfl.core.events import Event
 from ssfl.core.rows import Layout, row_of, statistics, write_row
 from ssfl.core.statistics import balanced
+from ssfl.core.step import in_words
 from ssfl.data import split
 from ssfl.data.dataset import Dataset
 from ssfl.data.hands import Index
@@ -123,6 +124,7 @@ class Simulation:
         nobody = Cohort((), (), ((),) * self.plan.streams, (), ())
         workers = self._workers(0, nobody, self.plan.users_work(0, nobody), None, Phases(self.device))
         memory = self.method.initial(state, Round(self, state, nobody, workers, keep=False))
+        _require_tensors(memory, f"{type(self.method).__name__}.initial returned")
         if self.config.federation.slow_average:
             memory[SLOW] = row.clone()
         if gate:
@@ -220,6 +222,7 @@ class Simulation:
                     f"shape {list(before.shape)} to state.next()",
                     key=key,
                 )
+        _require_tensors(new.memory, f"{name} put into the memory")
         return new
 
     def prepare(self, round: int) -> None:
@@ -405,3 +408,18 @@ def evaluated_row(state: State) -> Tensor:
     """Returns the model [P + Q] that is evaluated and saved: the slow average over rounds if the run keeps
     one (federation.slow_average), otherwise the averaged model."""
     return state.memory.get(SLOW, state.average)
+
+
+def _require_tensors(memory: Any, what: str) -> None:
+    """Raises MethodError unless a method's memory is a dict of tensors by name. `what` begins the message."""
+    wrong = memory
+    if isinstance(memory, dict):
+        others = [value for value in memory.values() if not isinstance(value, Tensor)]
+        if not others:
+            return
+        wrong = others[0]
+    raise MethodError(
+        f"{what} {in_words(wrong)}: the memory must be a dict of tensors, such as {{'level': "
+        "state.average.new_zeros(1)}",
+        key="memory",
+    )
