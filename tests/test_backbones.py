@@ -263,6 +263,19 @@ def test_methods_train_from_features_alike_in_both_engines(method: str, quick: M
     torch.testing.assert_close(rows[0], rows[1], rtol=1e-4, atol=1e-5)
 
 
+class Squared(Divided):
+    """Does more than its tail after its trunk."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.tail(self.trunk(x).square())  # type: ignore[no-any-return]
+
+
+def test_features_need_a_network_that_is_its_trunk_and_tail(quick: Make) -> None:
+    with pytest.raises(ConfigError) as caught:
+        assemble.make(quick(*SMALL), Squared, data=data())
+    assert caught.value.key == "model.cached_views"
+
+
 def test_features_need_a_frozen_trunk(quick: Make) -> None:
     with pytest.raises(ConfigError) as caught:
         assemble.make(quick(*SMALL, "model.name=small"), data=data())

@@ -325,6 +325,13 @@ def test_methods_can_be_compared_with_another_than_the_first(tmp_path: Path) -> 
     assert whole["standings"][2]["first_minus_this"][0] == pytest.approx(11)
 
 
+def test_a_setting_of_one_method_is_chosen_and_not_set(ssfl: Call) -> None:
+    code, _, err = ssfl("contest", "--methods", "anchored,semifl", "--set", "method.momentum=0.2")
+    assert code == 2
+    assert "--choose method.momentum=0.2" in err
+    assert err.count("\n") == 1
+
+
 def test_a_method_to_compare_with_must_take_part(ssfl: Call) -> None:
     code, _, err = ssfl("contest", "--methods", "anchored,semifl", "--against", "server-only")
     assert code == 2

@@ -367,6 +367,31 @@ def spectral() -> nn.Module:
 
 
 OWN = np.random.default_rng(1)
+
+
+class Twice(nn.Module):
+    """Has its layer under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = linear()
+        self.parts = nn.ModuleList([self.first])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(x)  # type: ignore[no-any-return]
+
+
+class Scaled(nn.Module):
+    """Multiplies the logits by a single trained number without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = linear(), nn.Parameter(torch.ones([]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.scale  # type: ignore[no-any-return]
+
+
 MISTAKES: dict[str, tuple[object, object]] = {
     "raises": (raising, ValueError),
     "not a function": (linear(), nn.Sequential),
@@ -389,6 +414,7 @@ MISTAKES: dict[str, tuple[object, object]] = {
     "a centre replaced": (lambda: nn.Sequential(Centred(True), nn.Linear(64, 10)), "0.centre"),
     "a centre of the package's layers": (KeyedCentre, "centre.centre"),
     "spectral norm": (spectral, "1.parametrizations.weight.0._u"),
+    "two names for a part": (Twice, "parts.0"),
 }
 """What is wrong with a network, and the value of the error: what it gave, raised or drew from."""
 
@@ -405,6 +431,13 @@ def test_every_mistake_is_one_line(quick: Make, mistake: str) -> None:
         assert str(error).startswith("model")  # the argument, not a setting that nobody wrote
         assert "in memory" not in str(error)
         assert "\n" not in str(error)
+
+
+@pytest.mark.parametrize("engine", ["loop", "vmap"])
+def test_a_parameter_may_have_no_dimensions(quick: Make, engine: str) -> None:
+    sim = assemble.make(quick(f"run.engine={engine}"), Scaled)
+    state, _ = sim.play(sim.initial())
+    assert float(sim.layout.unflatten(state.average)["scale"]) != 1
 
 
 def test_log_probabilities_are_logits(quick: Make) -> None:

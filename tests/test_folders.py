@@ -252,6 +252,19 @@ def test_classes_whose_names_look_the_same_are_told(ssfl: Call) -> None:
     assert "side" not in line
 
 
+@pytest.mark.parametrize("inside", [(), ("one.dcm",)])
+def test_unlabelled_without_images_is_refused(ssfl: Call, inside: tuple[str, ...]) -> None:
+    draw("scans/left", 8)
+    draw("scans/right", 8, seed=1)
+    Path("scans/unlabelled").mkdir()
+    for name in inside:
+        Path("scans/unlabelled", name).write_bytes(b"DICM")
+    code, _, err = ssfl("split", "scans")
+    assert code == 2
+    assert err.count("\n") == 1
+    assert "scans/unlabelled: holds no images" in err
+
+
 def test_a_run_without_unlabelled_says_whose_labels_are_dropped(ssfl: Call) -> None:
     for seed, name in enumerate(("left", "right")):
         draw(f"scans/{name}", 15, seed=seed)

@@ -400,6 +400,8 @@ BAD: dict[str, tuple[dict[str, Any], str, Any]] = {
     "augmentation that raises": ({"strong": lambda x, d: 1 / 0}, "strong", ZeroDivisionError),
     "augmentation in place": ({"weak": lambda x, d: x.fill_(1)}, "weak", None),
     "own randomness": ({"weak": lambda x, d: torch.randint_like(x, 255)}, "weak", None),
+    "draws of another image": ({"strong": lambda x, d: x // 2 + (d[0, 0] % 120).byte()}, "strong", None),
+    "mean of grey levels": ({"mean": [127.0]}, "mean", [127.0]),
     "others of the batch": ({"weak": lambda x, d: 255 - x.flip(0)}, "weak", None),
 }  # fmt: skip
 

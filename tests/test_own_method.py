@@ -173,6 +173,20 @@ def records(**metrics: Any) -> Callable[..., State]:
     return round
 
 
+def with_labels(**changes: Callable[[public.Labels], Any]) -> dict[str, Any]:
+    """A method with labels once a round, whose result of `label` is changed by these functions."""
+
+    def label(self: Method, look: Look) -> Any:
+        good = parts.labelled(look, parts.confident(look, 0.2))
+        return good._replace(**{name: change(good) for name, change in changes.items()})
+
+    return {
+        "label": label,
+        "user_loss": lambda self, step: parts.round_labels(step),
+        "needs": lambda self: ("reports",),
+    }
+
+
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "no loss": ({"user_loss": lambda self, step: None}, "Losses"),
     "a tensor as loss": ({"user_loss": lambda self, step: step.forward(step.weak).sum((1, 2))}, "Losses"),
@@ -188,6 +202,49 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "a short average": ({"round": lambda self, s, fed: s.next(s.streams, s.average[1:])}, "average"),
     "two numbers": ({"round": records(mine=torch.tensor([1.0, 2.0]))}, "mine"),
     "a word": ({"round": records(mine="high")}, "mine"),
+    "a metric that every round has": ({"round": records(loss=0.5)}, "loss"),
+    "a loss without a gradient": ({"user_loss": with_changed(loss=lambda loss: loss.detach())}, "loss"),
+    "a metric that is not declared": (
+        {"user_loss": lambda self, step: parts.consistency(step, 0.2)._replace(metrics={"x": step.labels})},
+        "x",
+    ),
+    "a number in the memory": ({"initial": lambda self, state, fed: {"level": 0.5}}, "memory"),
+    "a number put into the memory": (
+        {
+            "initial": lambda self, state, fed: {"level": torch.zeros(1)},
+            "round": lambda self, state, fed: state.next(trained(state, fed), level=0.5),
+        },
+        "memory",
+    ),
+    "too few entries to send": (
+        {
+            "needs": lambda self: ("sends",),
+            "round": lambda self, s, fed: s.next(
+                fed.train_users(s.streams, send=lambda users: {"level": torch.zeros(1)}).means
+            ),
+        },
+        "level",
+    ),
+    "images instead of labels": (
+        {"label": lambda self, look: look.images, "user_loss": lambda self, step: parts.round_labels(step)},
+        "Labels",
+    ),
+    "labels that are flat": (
+        with_labels(tensors=lambda labels: {name: t.flatten(1) for name, t in labels.tensors.items()}),
+        "tensors['labels']",
+    ),
+    "one weight for all": (with_labels(weight=lambda labels: torch.tensor(0.5)), "weight"),
+    "a weight for each image": (with_labels(weight=lambda labels: labels.tensors["mask"].float()), "weight"),
+    "a weight that is no number": (
+        with_labels(weight=lambda labels: torch.full((len(labels.images),), torch.nan)),
+        "weight",
+    ),
+    "a negative weight": (
+        with_labels(weight=lambda labels: torch.linspace(-1, 1, len(labels.images))),
+        "weight",
+    ),
+    "a factor as a float": (with_labels(lr_scale=lambda labels: 0.5), "lr_scale"),
+    "one report for all": (with_labels(report=lambda labels: {"x": torch.tensor(1.0)}), "report['x']"),
 }
 
 
@@ -214,6 +271,108 @@ def test_a_recorded_tensor_with_one_number_is_that_number(quick: Callable[..., C
     sim = assemble.make(replace(quick(), method=method))
     event = json.loads(json.dumps(sim.play(sim.initial())[1][0]))
     assert (event["mine"], event["count"]) == (1.5, 2)
+
+
+def near(self: Method, step: Step) -> Any:
+    """A loss with FedProx's term, computed from the received weights."""
+    found = parts.consistency(step, 0.2)
+    apart = [(step.weights[name] - sent).flatten(1).square().sum(1) for name, sent in step.received.items()]
+    return found._replace(loss=found.loss.mean(1) + 0.1 * torch.stack(apart).sum(0))
+
+
+def scaled(self: Method, step: Step) -> Any:
+    """A loss that reads a tensor that the server sends."""
+    found = parts.consistency(step, 0.2)
+    return found._replace(loss=found.loss * step.tensors["level"][:, None])
+
+
+READING: dict[str, dict[str, Any]] = {
+    "received weights": {"user_loss": near, "uses": lambda self: ("weak", "strong", "received")},
+    "sent tensors": {
+        "user_loss": scaled,
+        "needs": lambda self: ("sends",),
+        "round": lambda self, s, fed: s.next(
+            fed.train_users(s.streams, send=lambda users: {"level": torch.ones(len(users))}).means
+        ),
+    },
+    "sent tensors for labels": {
+        "label": lambda self, look: parts.labelled(look, look.probabilities.amax(-1) > look.tensors["level"]),
+        "user_loss": lambda self, step: parts.round_labels(step),
+        "needs": lambda self: ("sends",),
+        "round": lambda self, s, fed: s.next(
+            fed.train_users(s.streams, send=lambda users: {"level": torch.full((len(users), 1), 0.2)}).means
+        ),
+    },
+}
+
+
+@pytest.mark.parametrize("read", READING)
+def test_a_loss_may_read_what_the_server_sent(read: str, quick: Callable[..., Config]) -> None:
+    rows = []
+    for engine in ("loop", "vmap"):
+        config = quick(f"run.engine={engine}", "train.precision=float64")
+        sim = assemble.make(replace(config, method=returns(**READING[read])))
+        state = sim.initial()
+        for _ in range(2):
+            state, _ = sim.play(state)
+        rows.append(state.average)
+        assert not torch.equal(state.average, sim.initial().average)
+    assert relative(rows[0], rows[1]) < 1e-9
+
+
+def test_a_number_that_is_not_finite_becomes_null_and_one_number_may_be_memory(
+    quick: Callable[..., Config], tmp_path: Path
+) -> None:
+    def round(self: Method, state: State, fed: Fed) -> State:
+        fed.record(mine=float("nan"))
+        return state.next(trained(state, fed), level=state.memory["level"] + 1)
+
+    method = returns(round=round, initial=lambda self, state, fed: {"level": torch.tensor(0.0)})
+    config = quick("run.checkpoint_every=1", "federation.rounds=3")
+    for done in (federation := public.Federation(config, method=method, out=tmp_path / "run")):
+        if done.round == 2:
+            federation.stop()
+    ended = public.resume(tmp_path / "run", method=method)
+    events = [event for event in folder.read_events(tmp_path / "run") if event["event"] == "round"]
+    assert [event["mine"] for event in events] == [None] * 3
+    assert 0 < ended.accuracy <= 1
+
+
+def test_a_purpose_of_ones_own_has_its_own_random_numbers(quick: Callable[..., Config]) -> None:
+    drawn: list[float] = []
+
+    def round(self: Method, state: State, fed: Fed) -> State:
+        for purpose in ("mine", "other", "mine"):
+            numbers = public.draws.uniform(public.draws.bits(fed.key(purpose), 100))
+            assert 0.3 < float(numbers.mean()) < 0.7
+            drawn.append(float(numbers.sum()))
+        return state.next(trained(state, fed))
+
+    sim = assemble.make(replace(quick(), method=returns(round=round)))
+    sim.play(sim.initial())
+    assert drawn[0] == drawn[2] != drawn[1]
+
+
+def test_a_contest_refuses_runs_of_code_that_has_changed(ssfl: Call) -> None:
+    mine = Path("adamatch.py")
+    mine.write_text(FILE.read_text("utf-8"), "utf-8")
+    command = [
+        "contest",
+        "--methods",
+        "adamatch.py:AdaMatch",
+        "--seeds",
+        "1",
+        "--no-tune",
+        *sets(),
+        "--quiet",
+    ]
+    assert ssfl(*command, "--out", "once")[0] == 0
+    assert ssfl(*command, "--out", "once")[0] == 0
+    mine.write_text(mine.read_text("utf-8").replace("aligned.amax(-1) >= threshold", "aligned.amax(-1) > 0"))
+    code, _, err = ssfl(*command, "--out", "once")
+    assert code == 2
+    assert "adamatch.py" in err
+    assert "changed" in err
 
 
 class Undecorated(Method):

@@ -47,8 +47,8 @@ def train(
 
 def made_labels(engine: Engine, method: Method, rows: Tensor, work: Work) -> Labels:
     """Returns the pseudo-labels that the method's function `label` makes from predictions. The predictions
-    are those of the models `rows`, which the users received. Raises MethodError if `label` returns a weight
-    or a report that the method did not declare."""
+    are those of the models `rows`, which the users received. Raises MethodError if the result of `label`
+    cannot be used, or has a weight or a report that the method did not declare."""
     probabilities = engine.predict(rows, work)
     if work.taken is not None:  # images of steps that are not taken get zeros, on every engine
         missing = work.steps * work.batches.shape[2] - probabilities.shape[1]
@@ -56,7 +56,13 @@ def made_labels(engine: Engine, method: Method, rows: Tensor, work: Work) -> Lab
     look = Look(probabilities, work.batches, work.keys[2], work.sent, work.labelled is not None, work.taken)
     if work.taken is not None:
         look = look._replace(probabilities=torch.where(look.drawn[:, :, None], probabilities, 0.0))
-    labels: Labels = checked_labels(method.label(look), look)
+    labels = checked_labels(method.label(look), look)
+    weight = labels.weight
+    if weight is not None and not bool(((weight >= 0) & weight.isfinite()).all()):
+        raise MethodError(
+            "label() returned weights that are negative or not finite: return weights of at least 0",
+            key="weight",
+        )
     if (labels.weight is not None or labels.report) and "reports" not in method.needs():
         raise MethodError(
             f"label() returns {NEEDS['reports']}: add 'reports' to what needs() returns", key="reports"
@@ -65,7 +71,7 @@ def made_labels(engine: Engine, method: Method, rows: Tensor, work: Work) -> Lab
 
 
 def checked_labels(labels: Labels, look: Look) -> Labels:
-    """Returns the result of a method's function `label`, after checking its types, shapes and weights. Raises
+    """Returns the result of a method's function `label`, after checking its types and shapes. Raises
     MethodError if it cannot be used."""
     if not isinstance(labels, Labels):
         raise MethodError(
@@ -90,12 +96,6 @@ def checked_labels(labels: Labels, look: Look) -> Labels:
                 f"[{', '.join(map(str, shape))}{more}]",
                 key=name,
             )
-    weight = labels.weight
-    if weight is not None and not bool(((weight >= 0) & weight.isfinite()).all()):
-        raise MethodError(
-            "label() returned a Labels.weight that is negative or not finite: return weights of at least 0",
-            key="weight",
-        )
     return labels
 
 

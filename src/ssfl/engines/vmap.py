@@ -23,6 +23,7 @@ from ssfl.core.step import METRICS, Batch, Look, Loss, Named, Step, evaluated, w
 from ssfl.engines import compiling
 from ssfl.engines.buffers import StepBuffers, make_buffers, sgd, sgd_by_kernels
 from ssfl.engines.dist import local_cores
+from ssfl.engines.local import checked_labels
 from ssfl.engines.loop import full_batch, predicted
 from ssfl.engines.recording import Graphs, RecordedStep, run_without_kernels_if_they_fail
 from ssfl.engines.work import (
@@ -260,7 +261,7 @@ class Vmap:
             return work
         look = Look(self.predict(rows, work), images, nothing[2], {}, False)
         try:
-            return work.with_labels(self.method.label(look))
+            return work.with_labels(checked_labels(self.method.label(look), look))
         except KeyError:
             if not self._gets_tensors:
                 raise
