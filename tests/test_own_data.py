@@ -524,6 +524,17 @@ def test_images_of_one_group_are_held_out_together(short: Quick) -> None:
         data(groups=[1, 2, 3])
 
 
+def test_server_and_users_need_images(quick: Quick) -> None:
+    owner = np.arange(400) % 3
+    for given, key in (
+        ({"server": range(400), "users": None}, "server"),
+        ({"server": None, "users": owner}, "users"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            assemble.make(quick(), data=data(**given))
+        assert caught.value.key == key
+
+
 def test_a_class_that_the_server_has_not_is_named_with_its_remedy(quick: Quick) -> None:
     some = np.flatnonzero(Y[:60] != 3)
     with pytest.warns(SsflWarning, match="server= of ssfl.Data"):

@@ -344,11 +344,7 @@ def _pools(labels: NDArray[np.int64], seed: int) -> list[Index]:
     out."""
     classes = int(labels.max(initial=-1)) + 1
     if classes < 1:
-        why = "no image has a label" if len(labels) else "all images belong to the server"
-        raise ConfigError(
-            f"{why}, so there are none that can be split among the users: add labelled images, or say which "
-            "images users have (unlabelled= or users= of ssfl.Data, unlabelled/ in a folder)"
-        )
+        raise ConfigError("no image has a label, so the images cannot be split by class: use labelled images")
     # numpy sorts 16-bit numbers faster (radix sort)
     narrow = labels.astype(np.int16) if classes < 1 << 15 else labels
     order = np.argsort(narrow, kind="stable")

@@ -367,6 +367,17 @@ def _given_parts(config: Config, dataset: Dataset, available: Index) -> split.Pa
     left[available] = True
     assert dataset.users is not None
     server = _server_images(config, dataset)
+    if (
+        dataset.server is None
+        and not len(server)
+        and settings.server_labels
+        and settings.labels_at == "server"
+    ):
+        raise ConfigError(
+            "every labelled image belongs to a user, so the server has none: name labelled images in server= "
+            "of ssfl.Data, or give them no owner in users=",
+            key="users",
+        )
     if dataset.server is None and len(server) != (settings.server_labels or 0):
         server = server[split.iid(labels[server], 1, settings.server_labels or 0, settings.seed).server]
     return split.Parts(server, dataset.users.where(left))
@@ -378,6 +389,12 @@ def _dealt_parts(config: Config, dataset: Dataset, available: Index) -> split.Pa
     labels, settings, count = dataset.labels.numpy(), config.split, config.split.server_labels or 0
     if dataset.server is not None:
         available, count = np.setdiff1d(available, dataset.server), 0
+        if not len(available):
+            raise ConfigError(
+                "all images belong to the server, so there are none for the users: name fewer in server= of "
+                "ssfl.Data, or pass the users' images in unlabelled=",
+                key="server",
+            )
     usable = available[labels[available] >= 0]
     labels_and_users = (labels[usable], settings.users)
     count_and_seed = (count, settings.seed)
