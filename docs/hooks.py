@@ -150,7 +150,7 @@ API = {
     "Your own data, round by round": ("Data", "Federation"),
     "Your own method": (
         "Method", "check", "setting", "Look", "Labels", "Step", "Losses", "State", "Fed", "Users", "parts",
-        "losses",
+        "losses", "draws",
     ),
     "Formulas and data": ("split", "augment", "averaging", "diversity", "schedule"),
 }  # fmt: skip
@@ -159,6 +159,7 @@ PROMISED = {
     "split": ("skewed", "measured_skew"),
     "augment": ("weak", "strong", "uniform", "below"),
     "averaging": ("fedavg", "grouping"),
+    "draws": ("bits", "uniform", "below", "normal", "fold"),
     "diversity": ("gradient_diversity",),
     "schedule": ("learning_rate",),
 }
