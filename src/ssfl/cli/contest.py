@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from ssfl.cli import verbs
-from ssfl.cli.options import Quiet
+from ssfl.cli.options import Jobs, Quiet
 
 
 class Equal(StrEnum):
@@ -58,6 +58,7 @@ def contest(
         str | None,
         typer.Option(metavar="METHOD", help="The method to compare the others with. Default: the best."),
     ] = None,
+    jobs: Jobs = 1,
     sets: verbs.Sets = None,
     code: verbs.With = None,
     out: Annotated[
@@ -103,6 +104,7 @@ def contest(
     ranking = contests.play(
         config, names, seeds, sets=sets or [], choose=choose or [], tune=tune and not choose,
         equal=equal.value, out=target, tell=tell, quiet=quiet,
+        jobs=jobs,
     )  # fmt: skip
     print(texts.table(ranking, against))
     origin = {"command": shlex.join(["ssfl", *sys.argv[1:]]), "tuned": tune and not choose}

@@ -16,6 +16,9 @@ ConfigName = Annotated[
     ),
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Do not show progress.")]
+Jobs = Annotated[
+    int, typer.Option(min=1, help="The number of runs at the same time. They share the cores or the GPU.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print only JSON.")]
 LINE = 4000
 """The largest number of characters in an error message. A text from a malicious file may be very long."""

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ssfl.cli.options import Json, Quiet
+from ssfl.cli.options import Jobs, Json, Quiet
 from ssfl.cli.verbs import Sets, Verbs
 
 app = typer.Typer(
@@ -126,6 +126,7 @@ def run(
     only: Only = "",
     sets: Sets = None,
     out: Annotated[Path, typer.Option(help="The folder for the runs.")] = Path("runs/paper"),
+    jobs: Jobs = 1,
     quiet: Quiet = False,
 ) -> None:
     """Run rows of the experiment table. Stopped runs are continued, and finished ones are skipped.
@@ -136,7 +137,11 @@ def run(
     from ssfl.paper import rows, sweep
 
     options = sweep.Options(fidelity, scale, seeds, data, only, tuple(sets or ()), out)
-    paths = sweep.play([rows.row(n) for n in numbers], options, lambda line: print(line, flush=True), quiet)
+
+    def tell(line: str) -> None:
+        print(line, flush=True)
+
+    paths = sweep.play([rows.row(n) for n in numbers], options, tell, quiet, jobs)
     if not paths:
         raise ConfigError(
             f"--only {only}: no run of these rows has this in its name; see `ssfl paper show {numbers[0]}`",

@@ -7,12 +7,13 @@ validation images, which are set aside before the split and never trained on. Te
 the last round, and never in runs that choose settings.
 """
 
+import glob
 import hashlib
 import itertools
 import json
 import statistics
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -23,16 +24,17 @@ from ssfl import methods
 from ssfl.config import loading as configs
 from ssfl.config.settings import Config
 from ssfl.config.writing import as_dict
-from ssfl.contest.protocol import CHOOSING, Entry, Rules, choosing_seeds, entry, passes
+from ssfl.contest.protocol import CHOOSING, Entry, Rules, choosing_seeds, entry, label, passes
 from ssfl.contest.standings import Standing
-from ssfl.contest.texts import choice
+from ssfl.contest.texts import Try, choice
 from ssfl.contest.tuning import tuned
 from ssfl.core import plain_files
 from ssfl.core.events import mean_mask_rate
 from ssfl.data import inventory
 from ssfl.data.hands import Hands
 from ssfl.errors import ConfigError, DivergedError, FolderInUse, SsflWarning
-from ssfl.runs import display, folder, resolve, round_loop, same, train
+from ssfl.runs import assemble, folder, resolve, same, side_by_side
+from ssfl.runs.side_by_side import Lanes
 
 COLLAPSE = 0.1
 """A run has collapsed if its last validation accuracy is more than this below its best. Accuracies are from 0
@@ -87,6 +89,7 @@ def play(
     out: Path,
     tell: Tell,
     quiet: bool = False,
+    jobs: int = 1,
 ) -> list[Standing]:
     """Runs every method in `names` with the seeds 1 to `seeds`, and returns the results of each method, best
     first. Finished runs are not repeated.
@@ -96,7 +99,8 @@ def play(
     of half the length. Instead, `choose` can list values of settings (KEY=A,B); each method then chooses from
     them in runs of full length. All choices are made on validation images. `equal` says what is the same for
     all methods. It is "images" (how many images users draw) or "passes" (how many forward and backward passes
-    users make). `tell` prints a line of text. `quiet` hides the progress.
+    users make). `tell` prints a line of text. `quiet` hides the progress. `jobs` is how many runs are played
+    at the same time.
     """
     rules = Rules(source, tuple(sets), out, equal)
     if tune and choose:
@@ -128,33 +132,33 @@ def play(
         playing.append(rules.entry(tries[0].method, seed, tries[0].options))
     splits = _require_playable(playing)
     _same_protocol(out, source, sets, splits.config.model.name)
-    standings = []
     choosing = choosing_seeds(splits.validation) if tune else (CHOOSING,)
     images = splits.validation * len(choosing)
+    with side_by_side.lanes(jobs, quiet) as lanes:
+        played = partial(_played, fingerprint=splits.fingerprint, tell=tell, lanes=lanes)
 
-    def score(entry: Entry) -> float:
-        return _validation(_played(entry, splits.fingerprint, tell, quiet))
+        def scores(entries: Iterable[Entry]) -> Iterator[float]:
+            return map(_validation, lanes.each(played, entries))
 
-    for method, tries in wanted.items():
-        if tune:
-            scores = tuned(rules, method, choosing, images, score, tell)
-        elif len(tries) > 1:
-            scores = [(score(entry), entry.options) for entry in tries]
-            tell(choice(method, scores, images))
-        else:
-            scores = []
-        taken = tries[0].options
-        if scores:
-            _, taken = max(scores, key=lambda one: one[0])
-        entries = [rules.entry(method, seed, taken) for seed in range(1, seeds + 1)]
-        paths = [_played(entry, splits.fingerprint, tell, quiet) for entry in entries]
-        standing = _standing(method, taken, paths)
-        tried = [
-            {"options": options, "validation_accuracy": None if end < 0 else end, "images": images}
-            for end, options in scores
-        ]
-        standings.append(replace(standing, tries=tried, tuned=tune, shared_split=splits.shared))
-    return ranked(standings)
+        def standing(tries: list[Entry]) -> Standing:
+            method, taken = tries[0].method, tries[0].options
+            scored: list[Try] = []
+            if tune:
+                scored = tuned(rules, method, choosing, images, scores, tell)
+            elif len(tries) > 1:
+                scored = list(zip(scores(tries), (entry.options for entry in tries), strict=True))
+                tell(choice(method, scored, images))
+            if scored:
+                _, taken = max(scored, key=lambda one: one[0])
+            entries = [rules.entry(method, seed, taken) for seed in range(1, seeds + 1)]
+            tried = [
+                {"options": options, "validation_accuracy": None if end < 0 else end, "images": images}
+                for end, options in scored
+            ]
+            results = _standing(method, taken, list(lanes.each(played, entries)))
+            return replace(results, tries=tried, tuned=tune, shared_split=splits.shared)
+
+        return ranked(list(lanes.each(standing, wanted.values())))
 
 
 def ranked(standings: Sequence[Standing]) -> list[Standing]:
@@ -223,7 +227,11 @@ def _require_playable(entries: Sequence[Entry]) -> Splits:
         users.setdefault(config.run.seed, owned)
     users.pop(CHOOSING, None)
     shared = len(users) > 1 and (data.users is not None or len(set(users.values())) == 1)
-    return Splits(resolved[0], counts[0], shared, inventory.fingerprint(data))
+    fingerprint = inventory.fingerprint(assemble.scaled_for(resolved[0], data))
+    for candidate in entries:  # not only when its turn comes, which may be hours later
+        for path in candidate.path.parent.glob(f"{glob.escape(label(candidate.method))}-*"):
+            same.require_same_parts(candidate.config, path, fingerprint)
+    return Splits(resolved[0], counts[0], shared, fingerprint)
 
 
 def _same_protocol(out: Path, source: str, sets: Sequence[str], network: str | None) -> None:
@@ -272,10 +280,10 @@ def _same_protocol(out: Path, source: str, sets: Sequence[str], network: str | N
     folder.write_atomic(file, json.dumps({"source": source, "settings": settings_now}, indent=1).encode())
 
 
-def _played(entry: Entry, fingerprint: str, tell: Tell, quiet: bool) -> Path | None:
-    """Runs one entry of the contest, unless it is finished already. Returns its run folder, or None if
-    training diverged. Raises if the folder has a run with other settings, with another version of a person's
-    code, or with images of another `fingerprint`."""
+def _played(entry: Entry, fingerprint: str, tell: Tell, lanes: Lanes) -> Path | None:
+    """Runs one entry of the contest, unless it is finished already. Returns its run folder, or
+    None if training diverged. Raises if the folder has a run with other settings, with another version of a
+    person's code, or with images of another `fingerprint`."""
     same.require(entry.config, entry.path)
     same.require_same_parts(entry.config, entry.path, fingerprint)
     if folder.read_summary(entry.path) is not None:
@@ -285,11 +293,8 @@ def _played(entry: Entry, fingerprint: str, tell: Tell, quiet: bool) -> Path | N
     if why is not None:
         tell(f"{entry.path.name}: skipped, because it diverged when it was run before: {why}")
         return None
-    tell(entry.path.name)
     try:
-        result = display.watched(partial(train.begin_or_resume, entry.config, entry.path), quiet)
-    except round_loop.Interrupted as stopped:
-        raise round_loop.SweepInterrupted(stopped.round, stopped.by) from None
+        lanes.play(entry.config, entry.path, lambda: tell(entry.path.name))
     except DivergedError as error:
         tell(f"{entry.path.name}: {error}")
         return None
@@ -298,8 +303,6 @@ def _played(entry: Entry, fingerprint: str, tell: Tell, quiet: bool) -> Path | N
             f"{entry.path} is in use by another process: run the same command again when it has ended",
             value=str(entry.path),
         ) from error
-    if result.stopped is not None and result.stopped_by is not None:
-        raise round_loop.SweepInterrupted(result.stopped, result.stopped_by)
     return entry.path
 
 

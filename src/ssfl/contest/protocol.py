@@ -136,10 +136,14 @@ def entry(
             fix=error.fix,
         ) from error
     config = _with_rounds(config, equal, half)
-    label = method.replace("/", "_").replace(":", "_")
     tried = [override.partition(".")[2].replace("=", "") for override in options]
-    name = "-".join([label, *tried, *(["half"] if half else []), f"seed{seed}"])
+    name = "-".join([label(method), *tried, *(["half"] if half else []), f"seed{seed}"])
     return Entry(method, options, config, out / name)
+
+
+def label(method: str) -> str:
+    """Returns how the names of a method's run folders begin."""
+    return method.replace("/", "_").replace(":", "_").lstrip(".")
 
 
 def common() -> dict[tuple[str, str], Any]:

@@ -1,7 +1,7 @@
 """Chooses a method's learning rate and threshold in a contest, on validation images."""
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from ssfl.contest.protocol import CHOOSING, Entry, Rules, next_power, rate, thresholds
 from ssfl.contest.texts import Try, choice
@@ -13,7 +13,7 @@ def tuned(
     method: str,
     seeds: Sequence[int],
     images: int,
-    score: Callable[[Entry], float],
+    scores_of: Callable[[Iterable[Entry]], Iterator[float]],
     tell: Callable[[str], None],
 ) -> list[Try]:
     """Tries several learning rates, then several thresholds with the best learning rate, in runs of half the
@@ -21,16 +21,16 @@ def tuned(
     of the `seeds`, and its accuracy is their mean. Together these runs have so many validation `images`.
 
     While the best learning rate is the smallest or largest that was tried, the next one is tried, too, but
-    only `protocol.FURTHER` times. A learning rate that the method refuses is left out. `score` plays a run
-    and returns its validation accuracy, or -1 if it diverged.
+    only `protocol.FURTHER` times. A learning rate that the method refuses is left out. `scores_of`
+    plays runs and yields their validation accuracies, or -1 if one diverged.
     """
     config = rules.entry(method, CHOOSING, half=True).config
 
     def scored(options: tuple[str, ...]) -> Try:
         ends: list[float] = []
-        for seed in seeds:
-            ends.append(score(rules.entry(method, seed, options, half=True)))
-            if ends[-1] < 0:
+        for end in scores_of(rules.entry(method, seed, options, half=True) for seed in seeds):
+            ends.append(end)
+            if end < 0:
                 return -1.0, options
         return statistics.mean(ends), options
 

@@ -51,6 +51,11 @@ def trust(name: str) -> None:
     _trusted.add(str(Path(module).resolve()) if module.endswith(".py") else module)
 
 
+def trusted() -> list[str]:
+    """Returns the files and modules that a person typed in this process."""
+    return sorted(_trusted)
+
+
 def is_trusted(name: str) -> bool:
     """Returns whether a person typed the file or module of this import path in this process. Only then may
     its code be imported."""

@@ -1,5 +1,4 @@
-"""Runs the experiments of the paper's table one after another. Finished runs are skipped, and stopped runs
-are continued."""
+"""Runs the experiments of the paper's table. Finished runs are skipped, and stopped runs are continued."""
 
 import hashlib
 import itertools
@@ -10,10 +9,13 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from ssfl.config.settings import Config
 from ssfl.errors import ConfigError, DataError, DivergedError, SsflError
 from ssfl.paper import fidelity, results
 from ssfl.paper.rows import PaperRun, Row
-from ssfl.runs import display, round_loop, same, train
+from ssfl.runs import folder as folders
+from ssfl.runs import same, side_by_side
+from ssfl.runs.side_by_side import Lanes
 
 Tell = Callable[[str], None]
 
@@ -56,13 +58,13 @@ def folder(run: PaperRun, options: Options, seed: int) -> Path:
     return options.out / "-".join([*parts, f"seed{seed}"])
 
 
-def play(rows: list[Row], options: Options, tell: Tell, quiet: bool = False) -> list[Path]:
+def play(rows: list[Row], options: Options, tell: Tell, quiet: bool = False, jobs: int = 1) -> list[Path]:
     """Trains all runs of the rows with the first seed, then all with the second seed, and so on. Returns
     their folders in this order. A run that is in several rows is trained once.
 
     If a run diverges, or its data cannot be loaded and other rows use other data, the remaining runs are
     still trained. Then the last such error is raised. `tell` shows a line of text to the user, and `quiet`
-    hides the progress of each run.
+    hides the progress of each run. `jobs` is how many runs are played at the same time.
     """
     if any(one.startswith("run.seed") for one in options.sets):
         raise ConfigError("--set run.seed would make every seed the same: use --seeds", key="run.seed")
@@ -91,42 +93,60 @@ def play(rows: list[Row], options: Options, tell: Tell, quiet: bool = False) -> 
                 value="never",
             )
         same.require(config, path)
-    failed: SsflError | None = None
-    for number, (path, (run, seed)) in enumerate(wanted.items(), 1):
-        here = f"[{number}/{len(wanted)}] {path.name}"
-        if results.is_written(path):
-            tell(f"{here}: already finished")
-            continue
-        tell(here)
-        run = fidelity.actual(run, options.fidelity)
-        origin = {
-            "command": shlex.join(["ssfl", *sys.argv[1:]]),
-            "fidelity": options.fidelity, "scale": options.scale, "seed": seed, "changes": options.changes,
-        }  # fmt: skip
-        try:
-            result = display.watched(partial(train.begin_or_resume, configs[path], path), quiet)
-        except round_loop.Interrupted as stopped:
-            raise round_loop.SweepInterrupted(stopped.round, stopped.by) from None
-        except DivergedError as error:  # divergence is a result as well, and the other runs continue
-            failed = error
-            results.write(path, run, origin | {"diverged": str(error)})
-            tell(f"{here}: {error}")
-            continue
-        except DataError as error:  # other rows may use other data, which may be available
-            if len(kinds) == 1:
-                raise
-            failed = error
-            tell(f"{here}: {error}")
-            continue
-        results.write(path, run, origin)
-        compared = run.published is not None and options.data != "digits" and not options.changes
-        printed = f" (published {run.published:.2f})" if compared else ""
-        images = f" on {Path(options.data).stem}" if options.data else ""
-        tell(f"{here}: {100 * result.accuracy:.2f} %{images}{printed}, at scale {options.scale:g}")
-        if results.made_no_pseudo_labels(path):
-            tell(f"{here}: no pseudo-label was made, because the mask rate was 0 in every round")
-        if result.stopped is not None and result.stopped_by is not None:
-            raise round_loop.SweepInterrupted(result.stopped, result.stopped_by)
-    if failed is not None:
-        raise failed
+    with side_by_side.lanes(jobs, quiet) as lanes:
+        played = partial(_played, options=options, many_kinds=len(kinds) > 1, tell=tell, lanes=lanes)
+        plans = [
+            Planned(run, seed, path, configs[path], f"[{number}/{len(wanted)}] {path.name}")
+            for number, (path, (run, seed)) in enumerate(wanted.items(), 1)
+        ]
+        failed = [error for error in lanes.each(played, plans) if error is not None]
+    if failed:
+        raise failed[-1]
     return list(wanted)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A run that is to be trained."""
+
+    run: PaperRun
+    seed: int
+    path: Path
+    config: Config
+    label: str
+    """The beginning of every line about this run."""
+
+
+def _played(plan: Planned, options: Options, many_kinds: bool, tell: Tell, lanes: Lanes) -> SsflError | None:
+    """Trains a run, unless it is finished, and writes its results. Returns the error with which training
+    diverged, and None otherwise. If the runs need several kinds of data (`many_kinds`), the error of missing
+    data is returned, too."""
+    path, here = plan.path, plan.label
+    if results.is_written(path):
+        tell(f"{here}: already finished")
+        return None
+    run = fidelity.actual(plan.run, options.fidelity)
+    origin = {
+        "command": shlex.join(["ssfl", *sys.argv[1:]]),
+        "fidelity": options.fidelity, "scale": options.scale, "seed": plan.seed, "changes": options.changes,
+    }  # fmt: skip
+    try:
+        lanes.play(plan.config, path, lambda: tell(here))
+    except DivergedError as error:  # divergence is a result as well, and the other runs continue
+        results.write(path, run, origin | {"diverged": str(error)})
+        tell(f"{here}: {error}")
+        return error
+    except DataError as error:  # other rows may use other data, which may be available
+        if not many_kinds:
+            raise
+        tell(f"{here}: {error}")
+        return error
+    results.write(path, run, origin)
+    compared = run.published is not None and options.data != "digits" and not options.changes
+    printed = f" (published {run.published:.2f})" if compared else ""
+    images = f" on {Path(options.data).stem}" if options.data else ""
+    accuracy = 100 * (folders.read_summary(path) or {})["accuracy"]
+    tell(f"{here}: {accuracy:.2f} %{images}{printed}, at scale {options.scale:g}")
+    if results.made_no_pseudo_labels(path):
+        tell(f"{here}: no pseudo-label was made, because the mask rate was 0 in every round")
+    return None
