@@ -216,6 +216,20 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         },
         "memory",
     ),
+    "a number as a name in the memory": (
+        {"initial": lambda self, state, fed: {3: torch.zeros(1)}},
+        "memory",
+    ),
+    "the name of the slow average": ({"initial": lambda self, s, fed: {"slow": s.average.clone()}}, "slow"),
+    "the name of the gate's norms": ({"initial": lambda self, s, fed: {"usual": torch.zeros(8)}}, "usual"),
+    "the name of the gate's trust": ({"initial": lambda self, s, fed: {"trust": torch.zeros(10)}}, "trust"),
+    "another slow average": (
+        {
+            "defaults": {"federation": {"slow_average": 0.9}},
+            "round": lambda self, state, fed: state.next(trained(state, fed), slow=state.average + 1),
+        },
+        "slow",
+    ),
     "too few entries to send": (
         {
             "needs": lambda self: ("sends",),
