@@ -352,6 +352,30 @@ def test_a_number_that_is_not_finite_becomes_null_and_one_number_may_be_memory(
     assert 0 < ended.accuracy <= 1
 
 
+@dataclass(frozen=True)
+class Last(Method):
+    """Keeps the model of the last round in its memory, in the same tensor as the state does."""
+
+    def initial(self, state: State, fed: Fed) -> dict[str, torch.Tensor]:
+        return {"last": state.average, "first": state.streams[0]}
+
+    def round(self, state: State, fed: Fed) -> State:
+        means = fed.train_users(state.streams).means
+        return state.next(means, means[0], last=means[0], first=state.memory["first"] + state.memory["last"])
+
+
+def test_memory_may_be_a_tensor_of_the_state(quick: Callable[..., Config], tmp_path: Path) -> None:
+    config = quick("run.checkpoint_every=1", "federation.slow_average=0")
+    whole = public.run(config, tmp_path / "whole", method=Last())
+    for done in (federation := public.Federation(config, method=Last(), out=tmp_path / "run")):
+        if done.round == 2:
+            federation.stop()
+    public.resume(tmp_path / "run", method=Last())
+    models = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "run")]
+    assert models[0] == models[1]
+    assert whole.accuracy is not None
+
+
 def test_a_purpose_of_ones_own_has_its_own_random_numbers(quick: Callable[..., Config]) -> None:
     drawn: list[float] = []
 

@@ -345,11 +345,16 @@ def cut_events(path: Path, rounds: int, counted: bool = False) -> None:
     write_atomic(path / "events.jsonl", b"".join(lines))
 
 
+def own_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a copy of a tensor on the CPU that shares memory with no other. safetensors refuses tensors
+    that share memory, such as tied weights."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
+
+
 def write_model(path: Path, tensors: dict[str, torch.Tensor], card: dict[str, Any]) -> None:
     """Writes a model file: the tensors of a model by name, and its model card, which says how to build the
     network."""
-    # copies, because safetensors refuses tensors that share memory, such as tied weights
-    whole = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
+    whole = {name: own_copy(tensor) for name, tensor in tensors.items()}
     write_atomic(path, save(whole, {"card": json.dumps(card)}))
 
 
