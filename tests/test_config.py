@@ -74,6 +74,11 @@ def test_another_method_does_not_get_the_settings_of_a_presets_own_method(tmp_pa
     assert caught.value.key == "method.relative"
 
 
+def test_a_preset_may_be_given_as_a_path() -> None:
+    other = ["method.name=server-only"]
+    assert load_config(Path("pictures"), other) == load_config("pictures", other)
+
+
 def test_numbers_as_people_write_them_and_the_preset_for_other_data() -> None:
     assert load_config(None, ["split.skew=.5", "train.lr=1."]).split.skew == 0.5
     assert load_config().split.server_labels == 50
