@@ -104,6 +104,15 @@ def write_split(path: Path, parts: dict[str, Any]) -> None:
     write_atomic(path / "split.json", _json(parts))
 
 
+def read_fingerprint(path: Path) -> str:
+    """Returns the fingerprint (a hash) of the data with which the run in the folder `path` was started. It is
+    read from split.json; raises if this file cannot be used."""
+    try:
+        return str(plain_files.parse_json(plain_files.read(path / "split.json"))["fingerprint"])
+    except (OSError, ValueError, KeyError, TypeError):
+        raise RunError(f"{path / 'split.json'} cannot be read: restore it, or start a new run") from None
+
+
 def require_same_code(path: Path, section: str, name: str | None) -> None:
     """Raises if the code of a network or method from outside the package has changed since the run in the
     folder `path` was started. Also raises if outside.json has no checksum of that code. `section` is "model"
