@@ -315,27 +315,20 @@ def test_features_are_not_those_of_a_trunk_with_the_same_weights_that_computes_s
 ) -> None:
     """Even if the trunk looks the same when it is printed."""
 
-    def features(change: Callable[[nn.Module], None] = lambda network: None) -> Features:
+    def features(activation: nn.Module, factor: float) -> Features:
         def make() -> nn.Module:
             network = divided()
-            network.trunk.append(Scaled(1.0))
-            change(network)
+            first, _, *others = network.trunk
+            network.trunk = nn.Sequential(first, activation, *others, Scaled(factor))
             return network
 
         found = assemble.make(quick(*SMALL), make, data()).pool.features
         assert found is not None
         return found
 
-    def hyperbolic(network: nn.Module) -> None:
-        network.trunk[1] = nn.Tanh()  # type: ignore[index, operator]
-
-    def doubled(network: nn.Module) -> None:
-        network.trunk[-1].factor = 2.0  # type: ignore[index, union-attr, operator]
-
-    first, again = features(), features()
+    first, again = features(nn.ReLU(), 1.0), features(nn.ReLU(), 1.0)
     assert (first.folder, again.computed) == (again.folder, 0)
-    for change in (hyperbolic, doubled):
-        other = features(change)
+    for other in (features(nn.Tanh(), 1.0), features(nn.ReLU(), 2.0)):
         assert other.folder != first.folder
         assert not torch.equal(other.views[0], first.views[0])
 
