@@ -258,6 +258,39 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         "weight",
     ),
     "a factor as a float": (with_labels(lr_scale=lambda labels: 0.5), "lr_scale"),
+    "a metric for each image": (
+        with_labels(metrics=lambda labels: {"mask_rate": labels.tensors["mask"]}),
+        "metrics['mask_rate']",
+    ),
+    "a list of tensors": (with_labels(tensors=lambda labels: [labels.tensors["mask"]]), "tensors"),
+    "a list of reports": (with_labels(report=lambda labels: [labels.tensors["mask"]]), "report"),
+    "positions": (
+        with_labels(images=lambda labels: torch.arange(labels.images.numel()).view_as(labels.images)),
+        "images",
+    ),
+    "negative numbers of images": (with_labels(images=lambda labels: labels.images - 5000), "images"),
+    "images that do not exist": (with_labels(images=lambda labels: labels.images + 10**6), "images"),
+    "images of another user": (with_labels(images=lambda labels: labels.images.roll(1, 0)), "images"),
+    "images as floats": (with_labels(images=lambda labels: labels.images.float()), "images"),
+    "partners that are positions": (
+        with_labels(extra_images=lambda labels: {"partner": torch.full_like(labels.images, -1)}),
+        "extra_images['partner']",
+    ),
+    "steps below zero": (
+        with_labels(steps=lambda labels: torch.full((len(labels.images),), -1)),
+        "steps",
+    ),
+    "a factor that is no number": (
+        with_labels(lr_scale=lambda labels: torch.full((len(labels.images),), torch.nan)),
+        "lr_scale",
+    ),
+    "nothing to send": (
+        {
+            "needs": lambda self: ("sends",),
+            "round": lambda self, s, fed: s.next(fed.train_users(s.streams, send=lambda users: None).means),
+        },
+        "send",
+    ),
     "one report for all": (with_labels(report=lambda labels: {"x": torch.tensor(1.0)}), "report['x']"),
 }
 

@@ -363,8 +363,9 @@ class Labels(NamedTuple):
     trains with them."""
 
     images: Tensor
-    """[n, T, B]: the numbers of the B images of each of T steps, for n users. They differ from `Look.images`
-    if, for example, only confident images are trained on."""
+    """[n, T, B]: the numbers of the B images of each of T steps, for n users. Each is one of the same user's
+    numbers in `Look.images`. They differ from `Look.images` if, for example, only confident images are
+    trained on."""
     tensors: Named
     """Tensors for n users and T steps by name, [n, T, ...] each, such as pseudo-labels and a mask. In each
     step, the loss finds that step's part in `step.tensors`."""

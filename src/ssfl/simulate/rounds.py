@@ -9,6 +9,7 @@ A model is a row [P + Q] of P weights and Q running statistics (`core/rows.py`).
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -85,8 +86,12 @@ class Round:
 
     def _sent(self, send: Extra, users: Sequence[int]) -> Named:
         """Returns the tensors that a method's function `send` returns for these users. Raises MethodError
-        unless each has one entry for each user."""
-        tensors = send(users)
+        unless they are a dict of tensors with one entry for each user."""
+        tensors: Any = send(users)
+        if not isinstance(tensors, dict):
+            raise MethodError(
+                f"send() returned {in_words(tensors)}: return a dict of tensors by name", key="send"
+            )
         for name, value in tensors.items():
             if not isinstance(value, Tensor) or value.shape[:1] != (len(users),):
                 raise MethodError(
