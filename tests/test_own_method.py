@@ -203,6 +203,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "two numbers": ({"round": records(mine=torch.tensor([1.0, 2.0]))}, "mine"),
     "a word": ({"round": records(mine="high")}, "mine"),
     "a metric that every round has": ({"round": records(loss=0.5)}, "loss"),
+    "a metric that some rounds have": ({"round": records(refused=1)}, "refused"),
     "a loss without a gradient": ({"user_loss": with_changed(loss=lambda loss: loss.detach())}, "loss"),
     "a metric that is not declared": (
         {"user_loss": lambda self, step: parts.consistency(step, 0.2)._replace(metrics={"x": step.labels})},
@@ -261,6 +262,10 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "a metric for each image": (
         with_labels(metrics=lambda labels: {"mask_rate": labels.tensors["mask"]}),
         "metrics['mask_rate']",
+    ),
+    "a metric of labels that every round has": (
+        with_labels(metrics=lambda labels: {"lr": torch.ones(len(labels.images))}),
+        "lr",
     ),
     "a list of tensors": (with_labels(tensors=lambda labels: [labels.tensors["mask"]]), "tensors"),
     "a list of reports": (with_labels(report=lambda labels: [labels.tensors["mask"]]), "report"),
@@ -475,6 +480,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "need": (lambda: returns(need=lambda self: ()), "need"),
     "an unknown need": (lambda: returns(needs=lambda self: ("model",)), "needs"),
     "a word instead of a tuple": (lambda: returns(uses=lambda self: "weak"), "uses"),
+    "a metric that every round has": (lambda: returns(metrics=("participants",)), "participants"),
+    "a metric that only the gate writes": (lambda: returns(metrics=("mine", "cut")), "cut"),
+    "a metric that every step has": (lambda: returns(metrics=("correct_rate",)), "correct_rate"),
+    "a text instead of metrics": (lambda: returns(metrics="mine"), "metrics"),
     "an unknown use": (lambda: returns(uses=lambda self: ("weak", "gentle")), "uses"),
 }
 

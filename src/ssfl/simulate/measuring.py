@@ -11,12 +11,12 @@ from torch import Tensor
 from ssfl.config.settings import Config
 from ssfl.core import diversity, draws
 from ssfl.core.cohort import Cohort
-from ssfl.core.events import Event
+from ssfl.core.events import ROUND_FIELDS, Event
 from ssfl.engines.contract import Engine
 from ssfl.engines.dist import Dist
 from ssfl.engines.local import made_labels
 from ssfl.engines.work import Work, round_keys
-from ssfl.errors import ConfigError, DivergedError
+from ssfl.errors import ConfigError, DivergedError, MethodError
 from ssfl.federation import METRICS, Method, State
 from ssfl.simulate.log import Log
 from ssfl.simulate.plan import Owners, Plan
@@ -26,8 +26,16 @@ from ssfl.simulate.rounds import Round
 def round_event(plan: Plan, size: int, round: int, fed: Round) -> Event:
     """Returns the event of a round: who took part, the metrics of users and server, and the bytes that were
     sent. `size` is the size of one model in bytes, and `round` counts from 1. Raises if a loss or update is
-    not finite."""
+    not finite, or if a metric of the method has the name of a field that events already have."""
     cohort, log = fed.cohort, fed.log
+    of_users = () if log.users is None else log.users.metrics.keys() - {*METRICS, "steps"}
+    for name in (*log.metrics, *of_users):
+        if name in ROUND_FIELDS:
+            raise MethodError(
+                f"the method's metric {name!r} has the name of another value in the events of rounds: choose "
+                "another name",
+                key=name,
+            )
     event: Event = {
         "event": "round",
         "round": round,

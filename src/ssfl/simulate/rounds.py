@@ -24,14 +24,6 @@ from ssfl.simulate.aggregation import Aggregation, CohortResult
 from ssfl.simulate.log import Log, TrainedUpdates, together
 from ssfl.simulate.protocols import Experiment, Extra, Ranks, Workers
 
-RESERVED = (
-    "event", "round", "lr", "participants", "returned", "groups", "bytes_down", "bytes_up", "user_loss",
-    "user_mask_rate", "user_update_norm", "loss", "mask_rate", "pseudo_accuracy", "update_norm", "images",
-    "server_loss", "server_update_norm", "server_models", "server_images", "phases", "seconds", "left",
-    "memory",
-)  # fmt: skip
-"""The fields that round events already have. A method's own metrics must have other names."""
-
 
 class Round:
     """What a method's function `round` works with: it trains users and the server, and averages their models.
@@ -69,11 +61,6 @@ class Round:
         """Adds metrics, by name, to the event of this round. A tensor with one element counts as its
         number."""
         for name, value in metrics.items():
-            if name in RESERVED:
-                raise MethodError(
-                    f"fed.record({name}=...): every round already has a value with this name: choose another",
-                    key=name,
-                )
             try:
                 self.log.metrics[name] = value if isinstance(value, int | float) else float(value)
             except (TypeError, ValueError, RuntimeError):
