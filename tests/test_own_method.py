@@ -372,6 +372,38 @@ def test_a_loss_may_read_what_the_server_sent(read: str, quick: Callable[..., Co
     assert relative(rows[0], rows[1]) < 1e-9
 
 
+def measured(config: Config, method: Method) -> dict[str, Any]:
+    """The gradient diversity in the first round."""
+    sim = assemble.make(replace(config, method=method))
+    return sim.play(sim.initial())[1][1]["gradient_l2_squared"]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("read", READING)
+def test_gradient_diversity_reads_what_the_server_sent(read: str, quick: Callable[..., Config]) -> None:
+    settings = "train.precision=float64", "run.diversity_every=1", "run.users_at_once=3"
+    one, two = (
+        measured(quick(f"run.engine={engine}", *settings), returns(**READING[read]))
+        for engine in ("loop", "vmap")
+    )
+    assert one == pytest.approx(two, rel=1e-6)
+    assert one["definition"] > 0
+    if read == "sent tensors":  # a factor of 1
+        plain = returns(user_loss=lambda self, step: parts.consistency(step, 0.2))
+        assert measured(quick("run.engine=loop", *settings), plain) == pytest.approx(one, rel=1e-6)
+
+
+def test_gradient_diversity_is_refused_if_the_loss_needs_what_gradient_adds(
+    quick: Callable[..., Config],
+) -> None:
+    def gradient(self: Method, step: Step, loss: Any) -> Any:
+        return step.with_tensors(level=torch.ones(len(step.labels))).gradient(loss)
+
+    method = returns(user_loss=scaled, gradient=gradient, needs=lambda self: ("sends",))
+    with pytest.raises(ConfigError) as caught:
+        measured(quick("run.diversity_every=1"), method)
+    assert (caught.value.key, caught.value.fix) == ("run.diversity_every", "run.diversity_every=0")
+
+
 def test_a_number_that_is_not_finite_becomes_null_and_one_number_may_be_memory(
     quick: Callable[..., Config], tmp_path: Path
 ) -> None:

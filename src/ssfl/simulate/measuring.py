@@ -17,7 +17,7 @@ from ssfl.engines.dist import Dist
 from ssfl.engines.local import made_labels
 from ssfl.engines.work import Work, round_keys
 from ssfl.errors import ConfigError, DivergedError, MethodError
-from ssfl.federation import METRICS, Method, State
+from ssfl.federation import METRICS, Method, Named, State
 from ssfl.simulate.log import Log
 from ssfl.simulate.plan import Owners, Plan
 from ssfl.simulate.rounds import Round
@@ -105,13 +105,15 @@ def diversity_event(
     seed = draws.key(plan.config.run.seed, "diversity")
     size, device, weights = plan.config.train.batch_size, state.average.device, state.momentum.shape[1]
 
-    def full(role: str, trainers: Tensor, owners: Owners, members: Tensor, rows: Tensor) -> Tensor:
+    def full(
+        role: str, trainers: Tensor, owners: Owners, members: Tensor, rows: Tensor, sent: Named
+    ) -> Tensor:
         """Returns the gradients [n, P] of n trainers, which are users or the server (`role`). Each gradient
         is over all images of the trainer, at its model in `rows` [n, P + Q]. A model is a row of P weights
         and Q running statistics.
 
         `trainers` [n] are numbers from which random keys are made. `members` [n] says which owner in `owners`
-        has the images of each trainer.
+        has the images of each trainer. `sent` are the tensors that users were sent besides their models.
         """
         sizes = owners.sizes[members]
         steps = -(-int(sizes.max()) // size)
@@ -119,7 +121,7 @@ def diversity_event(
         batches = owners.at(members, places).reshape(len(members), steps, size)
         # the loss is on unlabelled images only, even if users also have labelled ones
         views = ("weak",) if role == "server" else plan.views
-        work = Work(role, views, round_keys(seed, state.round, trainers), batches, None, ())
+        work = Work(role, views, round_keys(seed, state.round, trainers), batches, None, (), sent=sent)
         return _in_parts(
             engine, ranks if len(members) > 1 else None, method, plan.at_once, rows, work, sizes, weights
         )
@@ -127,14 +129,15 @@ def diversity_event(
     assert log.users is not None
     assert log.users.updates is not None
     members = torch.tensor(cohort.users, device=device)
-    gradients = full("user", members, plan.users, members, state.streams[list(cohort.streams)])
+    received = state.streams[list(cohort.streams)]
+    gradients = full("user", members, plan.users, members, received, log.sent)
     rows = {"gradient": gradients, "update": log.users.updates[:, :weights]}
     server: dict[str, Tensor | None] = {}
     if log.server is not None and log.server_sent is not None:
         assert log.server.updates is not None
         trainer = torch.tensor([draws.SERVER], device=device)
         server = {
-            "gradient": full("server", trainer, plan.server, trainer * 0, log.server_sent[None])[0],
+            "gradient": full("server", trainer, plan.server, trainer * 0, log.server_sent[None], {})[0],
             "update": log.server.updates[0, :weights],
         }
     table = diversity.variants(rows, server, cohort.groups)
@@ -164,18 +167,24 @@ def _in_parts(
         if work.role == "user" and method.label is not None:
             labels = made_labels(engine, method, rows[part], part_work)
             if not torch.equal(labels.images, part_work.batches):
-                raise ConfigError(
-                    "run.diversity_every is set, but gradient diversity cannot be measured with method.name "
-                    f"= {method.name!r}, because its batches have only images with a pseudo-label: set "
-                    "run.diversity_every=0",
-                    key="run.diversity_every",
-                    value=method.name,
-                    fix="run.diversity_every=0",
-                )
+                raise _not_measurable(method, "its batches have only images with a pseudo-label")
             part_work = part_work.with_labels(labels._replace(lr_scale=None))
-        gradients.append(engine.gradients(rows[part], part_work, sizes[part]))
+        try:
+            gradients.append(engine.gradients(rows[part], part_work, sizes[part]))
+        except KeyError as error:  # the loss reads a tensor that is not there
+            raise _not_measurable(method, f"its loss needs {error}, which gradient() adds") from error
     together = torch.cat(gradients) if gradients else rows[:0, :weights]
     return together if ranks is None else ranks.gather(together, count)
+
+
+def _not_measurable(method: Method, why: str) -> ConfigError:
+    return ConfigError(
+        "run.diversity_every is set, but gradient diversity cannot be measured with method.name = "
+        f"{method.name!r}, because {why}: set run.diversity_every=0",
+        key="run.diversity_every",
+        value=method.name,
+        fix="run.diversity_every=0",
+    )
 
 
 def _of_users(

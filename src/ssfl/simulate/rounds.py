@@ -37,8 +37,8 @@ class Round:
         self.needs = frozenset(sim.config.method.needs())
         self.log = Log()
         self._keep = keep
-        """Whether the log keeps the whole updates of the users and of the server, which are needed to measure
-        gradient diversity."""
+        """Whether the log keeps the whole updates of the users and of the server, and the tensors that users
+        were sent. They are needed to measure gradient diversity."""
 
     @property
     def server_counts(self) -> Tensor:
@@ -195,6 +195,7 @@ class Round:
             matrix = placed(matrix.to(start.dtype), start.device)
         sums = torch.zeros_like(start)
         updates, held, at_once = [], [], self.sim.config.run.users_at_once or count
+        also_sent: list[Named] = []
         policy = self.sim.config.train.momentum_policy
         slots = cohort.users if policy == "user" else cohort.slots
         keeps = policy in ("slot", "user")
@@ -208,6 +209,7 @@ class Round:
             # "Each user locally updates its own model weights to w_k."
             momentum = self._momentum(slots[part] if keeps else None, sent)
             result = self.workers.train(sent, momentum, part, tensors)
+            also_sent.append(tensors if self._keep else {})
             self.log.sent_bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
             if self.sim.config.federation.skip_unlabelled:
                 learned = (result.metrics["mask_rate"] > 0).to(sent.dtype)
@@ -226,6 +228,8 @@ class Round:
         if ranks is not None:
             sums, users, momentum = self._exchanged(ranks, sums, users, momentum, count)
         self.log.users = users
+        if also_sent:
+            self.log.sent = {name: torch.cat([part[name] for part in also_sent]) for name in also_sent[0]}
         by_slot = ((placed(slots, start.device), momentum),) if keeps else ()
         return CohortResult(sums, matrix, by_slot, held)
 
