@@ -80,6 +80,7 @@ def create(path: Path, config: Config, parts: dict[str, Any], brought: dict[str,
     is written to outside.json. If it is None or empty, that file is not written.
     """
     require_free(path)
+    text = to_toml(config).encode()  # may raise, so before anything is written
     try:
         path.mkdir(mode=0o700, parents=True)  # readable only by its owner: a report has pictures in it
         (path / "checkpoints").mkdir()
@@ -92,8 +93,8 @@ def create(path: Path, config: Config, parts: dict[str, Any], brought: dict[str,
         if brought:
             write_atomic(path / OUTSIDE, _json(brought))
         write_atomic(path / "events.jsonl", b"")
-        write_atomic(path / "config.toml", to_toml(config).encode())
-    except RunError:
+        write_atomic(path / "config.toml", text)
+    except BaseException:
         shutil.rmtree(path, ignore_errors=True)
         raise
 
