@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ssfl.core import draws, losses
 from ssfl.core.losses import Losses
-from ssfl.errors import MethodError
+from ssfl.errors import MethodError, in_words
 
 Named = dict[str, Tensor]
 """Tensors by name, such as the weights of a network."""
@@ -136,7 +136,7 @@ class Step:
         `grad` says whether gradients are needed. `train` chooses training or evaluation mode. `draw` names
         the dropout mask: two passes with the same name use the same mask.
         """
-        keys = draws.fold(self.batch.keys, _number(draw))
+        keys = draws.fold(self.batch.keys, DRAWS[draw] if draw in DRAWS else draws.number(draw))
         used = self._narrow if weights is None else self._as_narrow(weights)
         if grad:
             logits, self.buffers = self._network(used, self.buffers, images, train, keys)
@@ -208,17 +208,6 @@ def _declared(value: Any, name: str) -> Any:
             f"the method reads step.{name} but uses() does not return {name!r}: add it there", key=name
         )
     return value
-
-
-def _number(draw: str) -> int:
-    """Returns the number that stands for a dropout mask's name, `draw`, in the key of its random draws. Keys
-    are made of numbers only."""
-    if draw in DRAWS:
-        return DRAWS[draw]
-    number = 0
-    for letter in draw:
-        number = (131 * number + ord(letter)) % 2**31
-    return 16 + number
 
 
 def along(numbers: Tensor, models: Tensor) -> Tensor:
@@ -295,13 +284,6 @@ def _losses(loss: Loss, step: Step) -> Losses:
 def _name(loss: Loss) -> str:
     """Returns the name of a loss function with that of its class, such as "Mine.user_loss"."""
     return str(getattr(loss, "__qualname__", type(loss).__name__)).replace("<locals>.", "")
-
-
-def in_words(value: Any) -> str:
-    """Returns in words what a method's function returned, such as "a tensor of shape [4, 16]"."""
-    if isinstance(value, Tensor):
-        return f"a tensor of shape {list(value.shape)}"
-    return "None" if value is None else f"a value of type {type(value).__name__}"
 
 
 def of_models(result: Losses, batch: Batch) -> Tensor:

@@ -6,10 +6,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ssfl.core.step import in_words
 from ssfl.engines.contract import Engine
 from ssfl.engines.work import Work
-from ssfl.errors import MethodError
+from ssfl.errors import MethodError, in_words
 from ssfl.federation import NEEDS, Labels, Look, Method, Named
 
 

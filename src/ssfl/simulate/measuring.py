@@ -57,7 +57,7 @@ def round_event(plan: Plan, size: int, round: int, fed: Round) -> Event:
     if log.users is not None:
         names = list(log.users.metrics)
         numbers = torch.stack([*log.users.metrics.values(), log.users.norms])
-        # only here, and in the guard of `anchored`, does the CPU wait for the GPU in a round
+        # the CPU waits for the GPU here, so all numbers come together
         *metrics, norms = numbers.tolist()
         measured = dict(zip(names, metrics, strict=True))
         for place, (user, *values) in enumerate(zip(cohort.users, measured["loss"], norms, strict=True)):

@@ -17,8 +17,7 @@ from torch import Tensor
 from ssfl.core import averaging, draws
 from ssfl.core.cohort import Cohort
 from ssfl.core.rows import Layout, placed
-from ssfl.core.step import in_words
-from ssfl.errors import MethodError
+from ssfl.errors import MethodError, in_words
 from ssfl.federation import METRICS, NEEDS, Named, State, Trained, Users
 from ssfl.simulate.aggregation import Aggregation, CohortResult
 from ssfl.simulate.log import Log, TrainedUpdates, together

@@ -18,7 +18,6 @@ from ssfl.core.cohort import Cohort
 from ssfl.core.events import Event
 from ssfl.core.rows import Layout, row_of, statistics, write_row
 from ssfl.core.statistics import balanced
-from ssfl.core.step import in_words
 from ssfl.data import split
 from ssfl.data.dataset import Dataset
 from ssfl.data.hands import Index
@@ -26,7 +25,7 @@ from ssfl.engines import choice
 from ssfl.engines.dist import Dist
 from ssfl.engines.memory import peak
 from ssfl.engines.work import Pool, Work
-from ssfl.errors import MethodError
+from ssfl.errors import MethodError, in_words
 from ssfl.federation import Method, State
 from ssfl.models import external
 from ssfl.models.building import is_saved_whole, network_of, plain_network_of
@@ -205,8 +204,7 @@ class Simulation:
         new, name = self.method.round(state, fed), f"{type(self.method).__name__}.round"
         if not isinstance(new, State):
             raise MethodError(
-                f"{name} returned {'None' if new is None else f'a value of type {type(new).__name__}'}: "
-                "return state.next(...)",
+                f"{name} returned {in_words(new)}: return state.next(...)",
                 key="round",
             )
         if new.round != state.round + 1:
