@@ -9,12 +9,10 @@ without their folders.
 import argparse
 import json
 import statistics
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ssfl.config import writing
-from ssfl.config.settings import Config
 from ssfl.runs import folder
 
 KEPT_OUT = ("event", "round", "memory", "seconds")
@@ -40,6 +38,9 @@ def main() -> None:
     options = parser.parse_args()
     if len(options.command) != len(options.runs):
         parser.error(f"--command was given {len(options.command)} times for {len(options.runs)} runs")
+    for each in options.images:
+        if "=" not in each:
+            parser.error(f"--images {each}: write FILE=FINGERPRINT")
     runs = [
         {"command": command, **result(run)}
         for command, run in zip(options.command, options.runs, strict=True)
@@ -53,7 +54,9 @@ def main() -> None:
     }
     folder.write_atomic(options.out, (json.dumps(told, indent=1, ensure_ascii=False) + "\n").encode())
     for run in runs:
-        print(f"{run['summary']['accuracy']:.4f}  {run['command']}")
+        accuracies = (run["summary"].get(name) for name in ("accuracy", "validation_accuracy"))
+        accuracy = next((value for value in accuracies if value is not None), None)
+        print(f"{'unknown' if accuracy is None else f'{accuracy:.4f}'}  {run['command']}")
 
 
 def result(run: Path) -> dict[str, Any]:
@@ -79,19 +82,12 @@ def result(run: Path) -> dict[str, Any]:
         ]
     return {
         **told,
-        "images_of_users": sum(event["images"] for event in rounds),
-        "images_of_server": sum(event["server_images"] for event in rounds),
+        "images_of_users": sum(event.get("images", 0) for event in rounds),
+        "images_of_server": sum(event.get("server_images", 0) for event in rounds),
         "rounds_without_users": [event["round"] for event in rounds if event.get("alone")],
         "seconds": _seconds(rounds),
-        "config": writing.to_toml(portable(folder.read_config(run))),
+        "config": writing.to_toml(writing.portable(folder.read_config(run))),
     }
-
-
-def portable(config: Config) -> Config:
-    """Returns `config` with the names of its data files instead of their paths."""
-    path = Path(config.data.path).name if config.data.path else None
-    data = replace(config.data, path=path, root=Path(config.data.root).name)
-    return replace(config, data=data)
 
 
 def _seconds(rounds: list[dict[str, Any]]) -> dict[str, float]:

@@ -270,10 +270,67 @@ class Squared(Divided):
         return self.tail(self.trunk(x).square())  # type: ignore[no-any-return]
 
 
-def test_features_need_a_network_that_is_its_trunk_and_tail(quick: Make) -> None:
+class Flattened(nn.Module):
+    """Flattens between its trunk and its tail, which takes only flat features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Sequential(nn.Conv2d(1, 6, 5, 4), nn.AdaptiveAvgPool2d(3)).requires_grad_(False)
+        self.tail = nn.Linear(54, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.tail(self.trunk(x).flatten(1))  # type: ignore[no-any-return]
+
+
+class Pooled(nn.Module):
+    """Takes a mean after its tail, so that tail(trunk(x)) has another shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Conv2d(1, 6, 5, 4).requires_grad_(False)
+        self.tail = nn.Conv2d(6, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.tail(self.trunk(x)).mean((2, 3))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("network", [Squared, Flattened, Pooled])
+def test_features_need_a_network_that_is_its_trunk_and_tail(network: type[nn.Module], quick: Make) -> None:
     with pytest.raises(ConfigError) as caught:
-        assemble.make(quick(*SMALL), Squared, data=data())
-    assert caught.value.key == "model.cached_views"
+        assemble.make(quick(*SMALL), network, data=data())
+    assert (caught.value.key, caught.value.fix) == ("model.cached_views", "model.cached_views=0")
+
+
+class Scaled(nn.Module):
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+def test_features_are_not_those_of_a_trunk_with_the_same_weights_that_computes_something_else(
+    quick: Make,
+) -> None:
+    """Even if the trunk looks the same when it is printed."""
+
+    def features(activation: nn.Module, factor: float) -> Features:
+        def make() -> nn.Module:
+            network = divided()
+            first, _, *others = network.trunk
+            network.trunk = nn.Sequential(first, activation, *others, Scaled(factor))
+            return network
+
+        found = assemble.make(quick(*SMALL), make, data()).pool.features
+        assert found is not None
+        return found
+
+    first, again = features(nn.ReLU(), 1.0), features(nn.ReLU(), 1.0)
+    assert (first.folder, again.computed) == (again.folder, 0)
+    for other in (features(nn.Tanh(), 1.0), features(nn.ReLU(), 2.0)):
+        assert other.folder != first.folder
+        assert not torch.equal(other.views[0], first.views[0])
 
 
 def test_features_need_a_frozen_trunk(quick: Make) -> None:

@@ -250,3 +250,30 @@ def test_the_record_of_a_run_has_its_results_and_no_folder_of_this_machine(
     monkeypatch.setattr(sys, "argv", ["record", str(tmp_path), *words[1:], "--out", str(out)])
     with pytest.raises(SystemExit, match="not finished"):
         record.main()
+    monkeypatch.setattr(sys, "argv", ["record", *words, "--images", "patterns.npz", "--out", str(out)])
+    with pytest.raises(SystemExit) as caught:
+        record.main()
+    assert caught.value.code == 2
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [["method.name=server-only"], ["method.name=easgd"], ["run.test=never", "data.validation=0.2"]],
+)
+def test_the_record_of_a_run_in_which_something_is_missing(
+    settings: list[str],
+    quick: Callable[..., Config],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    config = quick("federation.rounds=2", "federation.period=1", "run.baseline=false", *settings)
+    finished = ssfl.run(config, tmp_path / "run").summary
+    out = tmp_path / "kept.json"
+    words = [str(tmp_path / "run"), "--what", "two rounds", "--command", "ssfl run", "--device", "a CPU"]
+    monkeypatch.setattr(sys, "argv", ["record", *words, "--out", str(out)])
+    record.main()
+    accuracy = finished.get("accuracy", finished.get("validation_accuracy"))
+    assert f"{accuracy:.4f}  ssfl run" in capsys.readouterr().out
+    [run] = json.loads(out.read_text("utf-8"))["runs"]
+    assert (run["images_of_users"] == 0) == ("method.name=server-only" in settings)

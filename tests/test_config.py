@@ -3,7 +3,7 @@
 import math
 import re
 import tomllib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,11 +18,12 @@ from ssfl.config.loading import from_dict, load_config
 from ssfl.config.sections import GONE, RENAMED, make_section
 from ssfl.config.settings import SECTIONS, Config
 from ssfl.config.sources import CONFIGS, presets
-from ssfl.config.writing import to_toml
+from ssfl.config.writing import portable, to_toml
 from ssfl.core.fields import limits_of, setting
 from ssfl.errors import ConfigError
 from ssfl.methods import METHODS
 from ssfl.methods.semifl import SemiFL
+from ssfl.runs import folder
 
 
 @pytest.mark.parametrize("name", presets())
@@ -53,6 +54,29 @@ def test_toml_goes_round() -> None:
     assert from_dict(tomllib.loads(to_toml(config))) == config
 
 
+def test_texts_that_toml_must_escape_or_cannot_hold(tmp_path: Path) -> None:
+    config = load_config("quickstart", ["data.name=digits"])
+    odd = replace(config, data=replace(config.data, root='a\x7f"\\\n\u00e9'))
+    assert from_dict(tomllib.loads(to_toml(odd))) == odd
+    wrong = replace(config, data=replace(config.data, root="caf\udce9"))
+    with pytest.raises(ConfigError) as caught:
+        folder.create(tmp_path / "run", wrong, {})
+    assert caught.value.key == "data.root"
+    assert str(caught.value).isascii()
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_config_without_paths_of_this_machine() -> None:
+    config = load_config("quickstart", ["data.path=/home/me/scans.npz", "data.root=/home/me/data"])
+    config = replace(
+        config, model=replace(config.model, name="/home/me/net.py:make", weights="a/b.safetensors")
+    )
+    sections = portable(config)
+    assert (sections["data"]["path"], sections["data"]["root"]) == ("scans.npz", "data")
+    assert (sections["model"]["name"], sections["model"]["weights"]) == ("net.py:make", "b.safetensors")
+    assert "/home/me" not in to_toml(sections)
+
+
 def test_a_file_and_overrides(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
     file.write_text('[data]\nname = "digits"\n[federation]\nepochs = 3\n[train]\nlr = 1\n')
@@ -72,6 +96,11 @@ def test_another_method_does_not_get_the_settings_of_a_presets_own_method(tmp_pa
     with pytest.raises(ConfigError) as caught:
         load_config(file, ["method.name=semifl"])
     assert caught.value.key == "method.relative"
+
+
+def test_a_preset_may_be_given_as_a_path() -> None:
+    other = ["method.name=server-only"]
+    assert load_config(Path("pictures"), other) == load_config("pictures", other)
 
 
 def test_numbers_as_people_write_them_and_the_preset_for_other_data() -> None:

@@ -13,6 +13,7 @@ from benchmarks import collapse, plots
 from documents import PAGES, ROOT
 from ssfl.cli import verbs
 from ssfl.config.settings import SECTIONS
+from ssfl.core.events import ROUND_FIELDS
 from ssfl.core.fields import limits_of
 from ssfl.methods import METHODS, find
 
@@ -81,10 +82,11 @@ def test_every_type_of_event_is_documented() -> None:
     "more",
     [
         ["federation.gate=true", "data.validation=0.1"],
+        ["federation.local_epochs=1"],
         ["method.relative=true"],
         ["method.name=grouping", "federation.groups=2", "run.diversity_every=1"],
     ],
-    ids=["gate", "relative", "grouping"],
+    ids=["gate", "local epochs", "relative", "grouping"],
 )
 def test_every_field_of_an_event_is_documented(more: list[str], tmp_path: Path) -> None:
     page = (ROOT / "docs/run-folder.md").read_text("utf-8")
@@ -96,6 +98,13 @@ def test_every_field_of_an_event_is_documented(more: list[str], tmp_path: Path) 
     written = {path.name for path in (tmp_path / "run").iterdir()}
     for name in written - {".lock"}:
         assert f"`{name}" in page, name
+
+
+def test_the_names_that_metrics_may_not_have_are_the_documented_fields() -> None:
+    documented = section((ROOT / "docs/run-folder.md").read_text("utf-8"), "round")
+    rows = re.findall(r"^\| (`.*?) \|", documented, re.MULTILINE)
+    names = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    assert names - {"alone", "labelled_confidence"} == {*ROUND_FIELDS} - {"event", "round", "memory"}
 
 
 @pytest.mark.parametrize("name", ["api", "cli", "config"])

@@ -8,10 +8,11 @@ import torch
 from torch import nn
 
 from conftest import Call
+from ssfl.config.loading import load_config
 from ssfl.core import losses
 from ssfl.core.losses import Losses
 from ssfl.errors import ConfigError, MethodError
-from ssfl.federation import Fed, Labels, Look, Method, State, Step, Users
+from ssfl.federation import Fed, Labels, Look, Loss, Method, Named, State, Step, Users
 from ssfl.methods import METHODS, parts
 from ssfl.runs import laws
 
@@ -148,6 +149,47 @@ def test_memory_outside_of_the_state_is_noticed() -> None:
 
 def test_a_number_frozen_into_a_step_is_noticed() -> None:
     assert REPLAYED in broken(Schedules())
+
+
+@dataclass(frozen=True)
+class Looks(Method):
+    """Its gradient is the mean of those before and after a step, whose rate changes from round to round, and
+    its loss reads the received weights."""
+
+    threshold: float = 0.2
+
+    def uses(self) -> tuple[str, ...]:
+        return ("weak", "strong", "received")
+
+    def user_loss(self, step: Step) -> Losses:
+        found = parts.consistency(step, self.threshold)
+        apart = [(step.weights[name] - sent).flatten(1) for name, sent in step.received.items()]
+        return found._replace(loss=found.loss.mean(1) + 0.1 * torch.cat(apart, 1).square().sum(1))
+
+    def gradient(self, step: Step, loss: Loss) -> tuple[Named, Named]:
+        first, metrics = step.gradient(loss)
+        if step.role == "server":
+            return first, metrics
+        later = step.after(first)
+        second, _ = later.gradient(loss, at=later.weights)
+        return {name: (value + second[name]) / 2 for name, value in first.items()}, metrics
+
+
+def replayed(method: Method, *settings: str) -> laws.Law:
+    config = load_config("quickstart", [*laws.SETTINGS, "run.engine=vmap", *settings], method)
+    apart, size = laws._replayed(config, None)
+    return laws.Law(REPLAYED, apart / (1 + size) <= laws.CLOSE, str(apart))
+
+
+def test_a_step_may_depend_on_the_rate_and_on_the_received_weights() -> None:
+    assert replayed(Looks(), "train.warmup=9", "train.lr=0.5").holds
+
+
+@pytest.mark.parametrize(
+    "settings", [["federation.head_start=0.4"], ["federation.rounds=1"], ["federation.dropout=0.3"]]
+)
+def test_rounds_without_users_and_few_rounds_break_no_law(settings: list[str]) -> None:
+    assert [law for law in laws.check(Plain(), overrides=settings) if not law.holds] == []
 
 
 def test_what_a_method_uses_without_declaring_it_is_told() -> None:

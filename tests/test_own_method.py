@@ -203,6 +203,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "two numbers": ({"round": records(mine=torch.tensor([1.0, 2.0]))}, "mine"),
     "a word": ({"round": records(mine="high")}, "mine"),
     "a metric that every round has": ({"round": records(loss=0.5)}, "loss"),
+    "a metric that some rounds have": ({"round": records(refused=1)}, "refused"),
     "a loss without a gradient": ({"user_loss": with_changed(loss=lambda loss: loss.detach())}, "loss"),
     "a metric that is not declared": (
         {"user_loss": lambda self, step: parts.consistency(step, 0.2)._replace(metrics={"x": step.labels})},
@@ -215,6 +216,20 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
             "round": lambda self, state, fed: state.next(trained(state, fed), level=0.5),
         },
         "memory",
+    ),
+    "a number as a name in the memory": (
+        {"initial": lambda self, state, fed: {3: torch.zeros(1)}},
+        "memory",
+    ),
+    "the name of the slow average": ({"initial": lambda self, s, fed: {"slow": s.average.clone()}}, "slow"),
+    "the name of the gate's norms": ({"initial": lambda self, s, fed: {"usual": torch.zeros(8)}}, "usual"),
+    "the name of the gate's trust": ({"initial": lambda self, s, fed: {"trust": torch.zeros(10)}}, "trust"),
+    "another slow average": (
+        {
+            "defaults": {"federation": {"slow_average": 0.9}},
+            "round": lambda self, state, fed: state.next(trained(state, fed), slow=state.average + 1),
+        },
+        "slow",
     ),
     "too few entries to send": (
         {
@@ -244,6 +259,43 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         "weight",
     ),
     "a factor as a float": (with_labels(lr_scale=lambda labels: 0.5), "lr_scale"),
+    "a metric for each image": (
+        with_labels(metrics=lambda labels: {"mask_rate": labels.tensors["mask"]}),
+        "metrics['mask_rate']",
+    ),
+    "a metric of labels that every round has": (
+        with_labels(metrics=lambda labels: {"lr": torch.ones(len(labels.images))}),
+        "lr",
+    ),
+    "a list of tensors": (with_labels(tensors=lambda labels: [labels.tensors["mask"]]), "tensors"),
+    "a list of reports": (with_labels(report=lambda labels: [labels.tensors["mask"]]), "report"),
+    "positions": (
+        with_labels(images=lambda labels: torch.arange(labels.images.numel()).view_as(labels.images)),
+        "images",
+    ),
+    "negative numbers of images": (with_labels(images=lambda labels: labels.images - 5000), "images"),
+    "images that do not exist": (with_labels(images=lambda labels: labels.images + 10**6), "images"),
+    "images of another user": (with_labels(images=lambda labels: labels.images.roll(1, 0)), "images"),
+    "images as floats": (with_labels(images=lambda labels: labels.images.float()), "images"),
+    "partners that are positions": (
+        with_labels(extra_images=lambda labels: {"partner": torch.full_like(labels.images, -1)}),
+        "extra_images['partner']",
+    ),
+    "steps below zero": (
+        with_labels(steps=lambda labels: torch.full((len(labels.images),), -1)),
+        "steps",
+    ),
+    "a factor that is no number": (
+        with_labels(lr_scale=lambda labels: torch.full((len(labels.images),), torch.nan)),
+        "lr_scale",
+    ),
+    "nothing to send": (
+        {
+            "needs": lambda self: ("sends",),
+            "round": lambda self, s, fed: s.next(fed.train_users(s.streams, send=lambda users: None).means),
+        },
+        "send",
+    ),
     "one report for all": (with_labels(report=lambda labels: {"x": torch.tensor(1.0)}), "report['x']"),
 }
 
@@ -320,6 +372,38 @@ def test_a_loss_may_read_what_the_server_sent(read: str, quick: Callable[..., Co
     assert relative(rows[0], rows[1]) < 1e-9
 
 
+def measured(config: Config, method: Method) -> dict[str, Any]:
+    """The gradient diversity in the first round."""
+    sim = assemble.make(replace(config, method=method))
+    return sim.play(sim.initial())[1][1]["gradient_l2_squared"]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("read", READING)
+def test_gradient_diversity_reads_what_the_server_sent(read: str, quick: Callable[..., Config]) -> None:
+    settings = "train.precision=float64", "run.diversity_every=1", "run.users_at_once=3"
+    one, two = (
+        measured(quick(f"run.engine={engine}", *settings), returns(**READING[read]))
+        for engine in ("loop", "vmap")
+    )
+    assert one == pytest.approx(two, rel=1e-6)
+    assert one["definition"] > 0
+    if read == "sent tensors":  # a factor of 1
+        plain = returns(user_loss=lambda self, step: parts.consistency(step, 0.2))
+        assert measured(quick("run.engine=loop", *settings), plain) == pytest.approx(one, rel=1e-6)
+
+
+def test_gradient_diversity_is_refused_if_the_loss_needs_what_gradient_adds(
+    quick: Callable[..., Config],
+) -> None:
+    def gradient(self: Method, step: Step, loss: Any) -> Any:
+        return step.with_tensors(level=torch.ones(len(step.labels))).gradient(loss)
+
+    method = returns(user_loss=scaled, gradient=gradient, needs=lambda self: ("sends",))
+    with pytest.raises(ConfigError) as caught:
+        measured(quick("run.diversity_every=1"), method)
+    assert (caught.value.key, caught.value.fix) == ("run.diversity_every", "run.diversity_every=0")
+
+
 def test_a_number_that_is_not_finite_becomes_null_and_one_number_may_be_memory(
     quick: Callable[..., Config], tmp_path: Path
 ) -> None:
@@ -336,6 +420,30 @@ def test_a_number_that_is_not_finite_becomes_null_and_one_number_may_be_memory(
     events = [event for event in folder.read_events(tmp_path / "run") if event["event"] == "round"]
     assert [event["mine"] for event in events] == [None] * 3
     assert 0 < ended.accuracy <= 1
+
+
+@dataclass(frozen=True)
+class Last(Method):
+    """Keeps the model of the last round in its memory, in the same tensor as the state does."""
+
+    def initial(self, state: State, fed: Fed) -> dict[str, torch.Tensor]:
+        return {"last": state.average, "first": state.streams[0]}
+
+    def round(self, state: State, fed: Fed) -> State:
+        means = fed.train_users(state.streams).means
+        return state.next(means, means[0], last=means[0], first=state.memory["first"] + state.memory["last"])
+
+
+def test_memory_may_be_a_tensor_of_the_state(quick: Callable[..., Config], tmp_path: Path) -> None:
+    config = quick("run.checkpoint_every=1", "federation.slow_average=0")
+    whole = public.run(config, tmp_path / "whole", method=Last())
+    for done in (federation := public.Federation(config, method=Last(), out=tmp_path / "run")):
+        if done.round == 2:
+            federation.stop()
+    public.resume(tmp_path / "run", method=Last())
+    models = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "run")]
+    assert models[0] == models[1]
+    assert whole.accuracy is not None
 
 
 def test_a_purpose_of_ones_own_has_its_own_random_numbers(quick: Callable[..., Config]) -> None:
@@ -404,6 +512,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "need": (lambda: returns(need=lambda self: ()), "need"),
     "an unknown need": (lambda: returns(needs=lambda self: ("model",)), "needs"),
     "a word instead of a tuple": (lambda: returns(uses=lambda self: "weak"), "uses"),
+    "a metric that every round has": (lambda: returns(metrics=("participants",)), "participants"),
+    "a metric that only the gate writes": (lambda: returns(metrics=("mine", "cut")), "cut"),
+    "a metric that every step has": (lambda: returns(metrics=("correct_rate",)), "correct_rate"),
+    "a text instead of metrics": (lambda: returns(metrics="mine"), "metrics"),
     "an unknown use": (lambda: returns(uses=lambda self: ("weak", "gentle")), "uses"),
 }
 

@@ -15,7 +15,7 @@ import ssfl
 from ssfl.config.settings import Config
 from ssfl.errors import ConfigError, DivergedError, FolderInUse, RunError, SsflWarning
 from ssfl.methods.anchored import Anchored
-from ssfl.runs import assemble, checkpoints, compare, resolve, round_loop, train
+from ssfl.runs import assemble, checkpoints, compare, resolve, round_loop, same, train
 from ssfl.runs import folder as runs
 
 Make = Callable[..., Config]
@@ -276,6 +276,19 @@ def test_a_folder_that_exists_is_never_overwritten(quick: Make, done: Path) -> N
         ssfl.run(quick(), done)
     assert (caught.value.key, caught.value.value) == ("--out", str(done))
     assert {p: p.read_bytes() for p in done.rglob("*") if p.is_file()} == before
+
+
+@pytest.mark.parametrize("content", [None, b"{", b"[]", b"{}", b"\xff"])
+def test_a_damaged_split_is_one_line_wherever_it_is_read(
+    content: bytes | None, quick: Make, tmp_path: Path
+) -> None:
+    runs.create(tmp_path / "run", quick(), {"fingerprint": "abc"})
+    same.require_same_parts(quick(), tmp_path / "run", "abc")
+    file = tmp_path / "run/split.json"
+    file.unlink() if content is None else file.write_bytes(content)
+    with pytest.raises(RunError, match=r"split\.json") as caught:
+        same.require_same_parts(quick(), tmp_path / "run", "abc")
+    assert "\n" not in str(caught.value)
 
 
 def test_another_config_another_format_and_other_images_are_refused(done: Path, tmp_path: Path) -> None:

@@ -25,6 +25,15 @@ def with_class(error: BaseException, most: int | None = None) -> str:
     return name if message == name else f"{name}: {message}"
 
 
+def in_words(value: Any) -> str:
+    """Returns in words what a person's function returned, such as "a tensor of shape [4, 16]"."""
+    from torch import Tensor  # here and not above, because importing torch takes seconds
+
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {list(value.shape)}"
+    return "None" if value is None else f"a value of type {type(value).__name__}"
+
+
 class SsflError(Exception):
     """A mistake in the user's input. The command line prints only its message, without a traceback.
 

@@ -21,7 +21,7 @@ from ssfl.core.cohort import Cohort
 from ssfl.core.losses import Losses
 from ssfl.core.rows import Layout
 from ssfl.core.step import METRICS, Batch, Labels, Look, Loss, Named, Step
-from ssfl.errors import MethodError
+from ssfl.errors import MethodError, in_words
 
 __all__ = [
     "METRICS", "NEEDS", "USES", "Batch", "Fed", "Labels", "Look", "Loss", "Method", "Momentum", "Named",
@@ -95,8 +95,8 @@ class State:
             )
         if not isinstance(streams, Tensor):
             raise MethodError(
-                f"round() passes a value of type {type(streams).__name__} to state.next(): pass the groups' "
-                "models as a tensor, such as users.means",
+                f"round() passes {in_words(streams)} to state.next(): pass the groups' models as a tensor, "
+                "such as users.means",
                 key="streams",
             )
         momentum = self.momentum

@@ -75,7 +75,7 @@ def read(
     sections, overridden = read_source(source), dict[str, Any]()
     apply(overridden, overrides)
     name = sections.get("method", {}).get("name")
-    if source in presets() and overridden.get("method", {}).get("name", name) != name:
+    if str(source) in presets() and overridden.get("method", {}).get("name", name) != name:
         sections["method"] = {}
     apply(sections, overrides)
     return sections

@@ -5,8 +5,6 @@ So equal names give the same bits on every device, in every engine and process, 
 The hash is splitmix64 (Steele et al. 2014), computed with 64-bit integers.
 """
 
-import hashlib
-
 import torch
 from torch import Tensor
 
@@ -68,15 +66,18 @@ def key(seed: int, purpose: str, *parts: int) -> int:
     """Returns the key, a 64-bit hash, from which random numbers are drawn. The arguments name the draws, such
     as `key(seed, "weak", round, user, step)`; equal names give equal random numbers."""
     state = _mix_int((int(seed) + GAMMA) & _WORD)  # a Python int, because numpy's integers would overflow
-    for part in (PURPOSES.get(purpose) or _number(purpose), *parts):
+    for part in (PURPOSES.get(purpose) or number(purpose), *parts):
         state = _mix_int((state + (int(part) + 1) * GAMMA) & _WORD)
     return signed(state)
 
 
-def _number(purpose: str) -> int:
-    """Returns the number that stands for a purpose that is not in `PURPOSES`, such as one of a person's own
-    method."""
-    return int.from_bytes(hashlib.sha256(purpose.encode()).digest()[:6], "big") + 1000
+def number(name: str) -> int:
+    """Returns the number that stands in keys for a name of a person's own method, such as a purpose that is
+    not in `PURPOSES`. It is computed without a library, so that torch can compile a step that calls it."""
+    result = 0
+    for letter in name:
+        result = (131 * result + ord(letter)) % 2**31
+    return 1000 + result
 
 
 def fold(keys: Tensor, parts: Tensor | int) -> Tensor:

@@ -5,6 +5,14 @@ from statistics import mean
 from typing import Any
 
 Event = dict[str, Any]
+ROUND_FIELDS = (
+    "event", "round", "lr", "participants", "returned", "groups", "bytes_up", "bytes_down", "seconds", "left",
+    "phases", "memory", "loss", "mask_rate", "pseudo_accuracy", "update_norm", "user_loss", "user_mask_rate",
+    "user_update_norm", "images", "steps", "server_loss", "server_update_norm", "server_images",
+    "server_models", "refused", "cut", "against", "missing", "asked_again", "wire_up", "wire_down",
+)  # fmt: skip
+"""The fields of a round's event, including those that only some runs have. A method's own metrics must have
+other names."""
 
 
 def mean_mask_rate(events: Iterable[Event]) -> float | None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ssfl.core import draws, losses
 from ssfl.core.losses import Losses
-from ssfl.errors import MethodError
+from ssfl.errors import MethodError, in_words
 
 Named = dict[str, Tensor]
 """Tensors by name, such as the weights of a network."""
@@ -136,7 +136,7 @@ class Step:
         `grad` says whether gradients are needed. `train` chooses training or evaluation mode. `draw` names
         the dropout mask: two passes with the same name use the same mask.
         """
-        keys = draws.fold(self.batch.keys, _number(draw))
+        keys = draws.fold(self.batch.keys, DRAWS[draw] if draw in DRAWS else draws.number(draw))
         used = self._narrow if weights is None else self._as_narrow(weights)
         if grad:
             logits, self.buffers = self._network(used, self.buffers, images, train, keys)
@@ -208,17 +208,6 @@ def _declared(value: Any, name: str) -> Any:
             f"the method reads step.{name} but uses() does not return {name!r}: add it there", key=name
         )
     return value
-
-
-def _number(draw: str) -> int:
-    """Returns the number that stands for a dropout mask's name, `draw`, in the key of its random draws. Keys
-    are made of numbers only."""
-    if draw in DRAWS:
-        return DRAWS[draw]
-    number = 0
-    for letter in draw:
-        number = (131 * number + ord(letter)) % 2**31
-    return 16 + number
 
 
 def along(numbers: Tensor, models: Tensor) -> Tensor:
@@ -297,13 +286,6 @@ def _name(loss: Loss) -> str:
     return str(getattr(loss, "__qualname__", type(loss).__name__)).replace("<locals>.", "")
 
 
-def in_words(value: Any) -> str:
-    """Returns in words what a method's function returned, such as "a tensor of shape [4, 16]"."""
-    if isinstance(value, Tensor):
-        return f"a tensor of shape {list(value.shape)}"
-    return "None" if value is None else f"a value of type {type(value).__name__}"
-
-
 def of_models(result: Losses, batch: Batch) -> Tensor:
     """Returns the loss of each of n models, [n]. If `result` has one loss per image, the model's loss is
     their sum, weighted by `batch.shares`; usually this is the mean. If `result` already has one loss per
@@ -363,8 +345,9 @@ class Labels(NamedTuple):
     trains with them."""
 
     images: Tensor
-    """[n, T, B]: the numbers of the B images of each of T steps, for n users. They differ from `Look.images`
-    if, for example, only confident images are trained on."""
+    """[n, T, B]: the numbers of the B images of each of T steps, for n users. Each is one of the same user's
+    numbers in `Look.images`. They differ from `Look.images` if, for example, only confident images are
+    trained on."""
     tensors: Named
     """Tensors for n users and T steps by name, [n, T, ...] each, such as pseudo-labels and a mask. In each
     step, the loss finds that step's part in `step.tensors`."""

@@ -12,7 +12,6 @@ So an image has the same features in every run, process and federation. They are
 commands, one file for each view, named after the image's checksum.
 """
 
-import copy
 import hashlib
 import math
 import mmap
@@ -41,6 +40,8 @@ difference between two views."""
 
 
 KINDS = ("weak", "strong")
+PROBED = 4
+"""The number of images that show what the trunk of a network from outside computes."""
 
 
 class Tail(nn.Module):
@@ -65,14 +66,11 @@ def is_divided(module: nn.Module) -> bool:
     return bool(weights) and not any(weight.requires_grad for weight in weights)
 
 
-def is_whole(module: nn.Module, shape: tuple[int, int, int]) -> bool:
-    """Returns whether a network with a trunk and a tail computes tail(trunk(x)) and nothing else. `shape` is
-    the shape of an image. The network is tried in evaluation mode, on two artificial images."""
-    images = torch.linspace(-1, 1, 2 * math.prod(shape)).sin().reshape(2, *shape)
-    tried = copy.deepcopy(module).cpu().float().eval()
-    with torch.no_grad():
-        parts = tried.get_submodule("tail")(tried.get_submodule("trunk")(images))
-        return bool(torch.allclose(tried(images), parts, 1e-3, 1e-4, equal_nan=True))
+def artificial_images(shape: tuple[int, int, int]) -> Tensor:
+    """Returns a few uint8 images of random numbers, always the same, in the given shape (channels, height,
+    width)."""
+    numbers = draws.bits(torch.arange(PROBED), math.prod(shape)) & 255
+    return numbers.to(torch.uint8).reshape(-1, *shape)
 
 
 def tail_of(module: nn.Module) -> nn.Module:
@@ -136,13 +134,17 @@ class Features:
     @classmethod
     def of(
         cls, module: nn.Module, count: int, mean: Sequence[float], std: Sequence[float], flip: bool,
-        weak: augment.View, strong: augment.View, threads: int,
+        weak: augment.View, strong: augment.View, threads: int, probe: Tensor | None = None,
     ) -> "Features":  # fmt: skip
         """Returns the features object of a network with a trunk and a tail. No features are computed yet;
         `prepare` does this.
 
         Features are stored on disk only for the package's own augmentations. Other augmentations have no name
         by which their stored features could be found again.
+
+        `probe` are uint8 images [n, C, H, W] for a network from outside the package. The trunk's output for
+        them becomes part of the folder's name, because the weights do not show what a trunk computes, such as
+        its activation function. For the package's own networks it is None.
         """
         trunk = module.trunk
         assert isinstance(trunk, nn.Module)
@@ -152,11 +154,15 @@ class Features:
         )  # fmt: skip
         if kind != "standard":
             settings += (kind,)
-        name = hashlib.sha256(repr(settings).encode()).hexdigest()[:24]
-        return cls(
-            trunk.eval(), count, torch.tensor(mean), torch.tensor(std), flip, weak, strong,
-            cache.root() / "features" / name if kind is not None else None, threads,
+        features = cls(
+            trunk.eval(), count, torch.tensor(mean), torch.tensor(std), flip, weak, strong, None, threads,
         )  # fmt: skip
+        if kind is not None:
+            if probe is not None:
+                settings += (repr(trunk), *features._checksums_of_output(probe))
+            name = hashlib.sha256(repr(settings).encode()).hexdigest()[:24]
+            features.folder = cache.root() / "features" / name
+        return features
 
     def prepare(self, images: Tensor, indices: Tensor, strong: bool = True) -> None:
         """Allocates memory for the features of the images at `indices`. Then computes the features of their
@@ -302,6 +308,16 @@ class Features:
         with torch.no_grad():
             x = augment.normalise(images, self.mean, self.std, torch.float32).to(device)
             return self.trunk(x.contiguous(memory_format=torch.channels_last)).to("cpu", STORED)  # type: ignore[no-any-return]
+
+    def _checksums_of_output(self, images: Tensor) -> list[bytes]:
+        """Returns the checksum of the trunk's output for each image. One thread computes it, as in `_each`,
+        so that it does not depend on the number of threads."""
+        before = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            return [_checksum(self._through(image[None])) for image in images]
+        finally:
+            torch.set_num_threads(before)
 
     def _stored(
         self, name: bytes, kind: str, number: int, image: Tensor, make: Callable[[Tensor, bytes, int], Tensor]

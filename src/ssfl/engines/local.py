@@ -6,10 +6,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ssfl.core.step import in_words
 from ssfl.engines.contract import Engine
 from ssfl.engines.work import Work
-from ssfl.errors import MethodError
+from ssfl.errors import MethodError, in_words
 from ssfl.federation import NEEDS, Labels, Look, Method, Named
 
 
@@ -57,12 +56,7 @@ def made_labels(engine: Engine, method: Method, rows: Tensor, work: Work) -> Lab
     if work.taken is not None:
         look = look._replace(probabilities=torch.where(look.drawn[:, :, None], probabilities, 0.0))
     labels = checked_labels(method.label(look), look)
-    weight = labels.weight
-    if weight is not None and not bool(((weight >= 0) & weight.isfinite()).all()):
-        raise MethodError(
-            "label() returned weights that are negative or not finite: return weights of at least 0",
-            key="weight",
-        )
+    _require_numbers(labels)
     if (labels.weight is not None or labels.report) and "reports" not in method.needs():
         raise MethodError(
             f"label() returns {NEEDS['reports']}: add 'reports' to what needs() returns", key="reports"
@@ -71,20 +65,28 @@ def made_labels(engine: Engine, method: Method, rows: Tensor, work: Work) -> Lab
 
 
 def checked_labels(labels: Labels, look: Look) -> Labels:
-    """Returns the result of a method's function `label`, after checking its types and shapes. Raises
+    """Returns the result of a method's function `label`, after checking its types, shapes and images. Raises
     MethodError if it cannot be used."""
     if not isinstance(labels, Labels):
         raise MethodError(
             f"label() returned {in_words(labels)}: return ssfl.Labels(images, tensors)", key="Labels"
         )
+    for name in ("tensors", "extra_images", "report", "metrics"):
+        if not isinstance(getattr(labels, name), dict):
+            raise MethodError(
+                f"label() returned {in_words(getattr(labels, name))} as Labels.{name}: return a dict of "
+                "tensors by name",
+                key=name,
+            )
     users, steps, size = look.images.shape
     each_image, each_step, each_user = (users, steps, size), (users, steps), (users,)
-    wanted: list[tuple[str, object, tuple[int, ...], bool]] = [("images", labels.images, each_image, True)]
-    wanted += [
-        (f"extra_images[{name!r}]", value, each_image, True) for name, value in labels.extra_images.items()
-    ]
+    images = {"images": labels.images}
+    images |= {f"extra_images[{name!r}]": value for name, value in labels.extra_images.items()}
+    wanted: list[tuple[str, object, tuple[int, ...], bool]] = []
+    wanted += [(name, value, each_image, True) for name, value in images.items()]
     wanted += [(f"tensors[{name!r}]", value, each_step, False) for name, value in labels.tensors.items()]
     wanted += [(f"report[{name!r}]", value, each_user, False) for name, value in labels.report.items()]
+    wanted += [(f"metrics[{name!r}]", value, each_user, True) for name, value in labels.metrics.items()]
     for name in ("weight", "lr_scale", "steps", "update_scale"):
         value = getattr(labels, name)
         wanted += [] if value is None else [(name, value, each_user, True)]
@@ -96,7 +98,38 @@ def checked_labels(labels: Labels, look: Look) -> Labels:
                 f"[{', '.join(map(str, shape))}{more}]",
                 key=name,
             )
+    for name, value in images.items():
+        # numbers that are those of `look` are not compared, so that the CPU need not wait for a GPU
+        if not value.is_set_to(look.images) and not _are_among(value, look.images):
+            raise MethodError(
+                f"label() returned numbers as Labels.{name} that are not in look.images: choose them from "
+                "the same user's numbers in look.images, without changing their values or type",
+                key=name,
+            )
     return labels
+
+
+def _are_among(images: Tensor, known: Tensor) -> bool:
+    """Returns whether each user's image numbers in `images` [n, T, B] are among its own in `known` [n, T,
+    B]."""
+    if images.dtype != known.dtype:
+        return False
+    images, known = images.flatten(1), known.flatten(1).sort(1).values
+    place = torch.searchsorted(known, images.contiguous()).clamp(max=known.shape[1] - 1)
+    return bool((known.gather(1, place) == images).all())
+
+
+def _require_numbers(labels: Labels) -> None:
+    """Raises MethodError if a user's weight, learning rate factor or number of steps is negative or not
+    finite."""
+    for name in ("weight", "lr_scale", "steps"):
+        value = getattr(labels, name)
+        if value is not None and not bool(((value >= 0) & value.isfinite()).all()):
+            raise MethodError(
+                f"label() returned numbers as Labels.{name} that are negative or not finite: return numbers "
+                "of at least 0",
+                key=name,
+            )
 
 
 def scaled(sent: Tensor, rows: Tensor, weights: int, update_scale: Tensor | None) -> Tensor:

@@ -59,7 +59,7 @@ class Loop:
         weights, buffers = self._unpacked(row)
         velocity = {name: value.clone() for name, value in self.layout.unflatten(momentum[None]).items()}
         received = None
-        if "received" in self.method.uses():
+        if self._uses_received(work.role):
             received = {name: weight.clone() for name, weight in weights.items()}
         lr_scale = 1.0 if work.lr_scale is None else float(work.lr_scale)
         measured: list[Named] = []
@@ -124,7 +124,8 @@ class Loop:
             total = {name: torch.zeros_like(weight) for name, weight in weights.items()}
             for number in range(-(-int(sizes[i]) // work.batches.shape[2])):
                 batch = full_batch(self.pool, own_work, number, sizes[i : i + 1])
-                step = self._step(batch, weights, buffers, work.role)
+                received = weights if self._uses_received(work.role) else None
+                step = self._step(batch, weights, buffers, work.role, received)
                 gradients, _ = step.gradient(self._loss(work.role))
                 buffers = step.buffers
                 total = {name: value + gradients[name] for name, value in total.items()}
@@ -158,6 +159,10 @@ class Loop:
         tensors = list(self.layout.unflatten(row[None]).items())
         count = self.layout.trained
         return {n: w.clone() for n, w in tensors[:count]}, dict(tensors[count:])
+
+    def _uses_received(self, role: str) -> bool:
+        """Returns whether the loss may read the weights that users received at the start of the round."""
+        return role == "user" and "received" in self.method.uses()
 
     def _loss(self, role: str) -> Loss:
         return self.method.server_loss if role == "server" else with_own_labels(self.method.user_loss)

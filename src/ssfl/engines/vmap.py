@@ -129,9 +129,7 @@ class Vmap:
     def _buffers(self, models: int, rows: Tensor, work: Work) -> StepBuffers:
         """Returns new buffers (the memory that a step reads and writes) for training `models` models with
         work like `work`."""
-        user = work.role == "user"
-        names = (*METRICS, *self.method.metrics) if user else METRICS
-        received = user and "received" in self.method.uses()
+        names = (*METRICS, *self.method.metrics) if work.role == "user" else METRICS
         return make_buffers(
             self.layout,
             self.pool,
@@ -139,7 +137,7 @@ class Vmap:
             rows,
             work,
             names,
-            received=received,
+            received=self._uses_received(work.role),
             join=self._updates_by_kernels,
         )
 
@@ -186,7 +184,8 @@ class Vmap:
         """Returns a gradient for each of n trainers (users, or the server), [n, P], where P is the number of
         weights. It is the gradient of the trainer's mean loss over all its images. `sizes` [n] are the
         trainers' numbers of images. Gradient diversity is measured with these gradients."""
-        buffers = make_buffers(self.layout, self.pool, len(rows), rows, work)
+        received = self._uses_received(work.role)
+        buffers = make_buffers(self.layout, self.pool, len(rows), rows, work, received=received)
         buffers.load(self.layout, rows, rows[:, : self.layout.weights], work)
         total = {name: torch.zeros_like(value) for name, value in buffers.weights.items()}
 
@@ -329,6 +328,10 @@ class Vmap:
             decay=self.optimizer.weight_decay,
             evaluate=partial(self._evaluated, role),
         )
+
+    def _uses_received(self, role: str) -> bool:
+        """Returns whether the loss may read the weights that users received at the start of the round."""
+        return role == "user" and "received" in self.method.uses()
 
     def _sees_labels(self, role: str) -> bool:
         return role == "server" or "labels" in self.method.needs()

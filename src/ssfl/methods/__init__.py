@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ssfl.core import outside
+from ssfl.core.events import ROUND_FIELDS
 from ssfl.core.fields import closest, setting
 from ssfl.errors import ConfigError, MethodError
 
@@ -150,9 +151,9 @@ def require(method: Any) -> "Method":
 
 def _require_class(kind: "type[Method]") -> None:
     """Raises MethodError for mistakes in a class of methods that would otherwise have no effect, or a
-    confusing one: a forgotten @dataclass, a misspelt function, or a field that hides an attribute of
-    `ssfl.Method`."""
-    from ssfl.federation import Method
+    confusing one: a forgotten @dataclass, a misspelt function, a field that hides an attribute of
+    `ssfl.Method`, or a metric with the name of another."""
+    from ssfl.federation import METRICS, Method
 
     hooks = ["label", *(name for name, value in vars(Method).items() if inspect.isfunction(value))]
     for part in kind.__mro__:
@@ -180,6 +181,20 @@ def _require_class(kind: "type[Method]") -> None:
                 f"{kind.__name__} has a field {field_.name}, but ssfl.Method has an attribute of this name: "
                 f"rename the field, or annotate it as ClassVar to set this attribute",
                 key=field_.name,
+            )
+
+    metrics: Any = kind.metrics
+    if isinstance(metrics, str):
+        raise MethodError(
+            f"{kind.__name__}.metrics is the text {metrics!r}: write a tuple, ({metrics!r},)",
+            key="metrics",
+        )
+    for name in metrics:
+        if name in (*ROUND_FIELDS, *METRICS):
+            raise MethodError(
+                f"{kind.__name__}.metrics has {name!r}, which is the name of another value in the events of "
+                "rounds: choose another name",
+                key=name,
             )
 
 

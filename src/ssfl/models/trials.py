@@ -86,6 +86,20 @@ def check_training(network: nn.Module, module: nn.Module, setting: str, shape: t
         )
 
 
+def is_whole(module: nn.Module, shape: tuple[int, int, int]) -> bool:
+    """Returns whether a network with a trunk and a tail computes tail(trunk(x)) and nothing else. `shape` is
+    the shape of an image. The network is tried in evaluation mode, on two artificial images."""
+    try:
+        tried, images = copy.deepcopy(module).cpu().float().eval(), _example(shape)
+        with torch.no_grad():
+            whole = tried(images)
+            parts = tried.get_submodule("tail")(tried.get_submodule("trunk")(images))
+            close = torch.allclose(whole, parts, 1e-3, 1e-4, equal_nan=True)
+    except Exception:  # the tail cannot use what the trunk returns
+        return False
+    return close and whole.shape == parts.shape
+
+
 def _changed_buffer(module: nn.Module, images: Tensor, key: Tensor) -> str | None:
     """Returns the name of a buffer that a training step changes, or None if there is none. Running statistics
     of normalisation layers, and their count of batches, are left out."""

@@ -19,12 +19,13 @@ from ssfl.data.arrays import Data
 from ssfl.data.dataset import Dataset
 from ssfl.data.hands import Hands, Index
 from ssfl.engines import choice, memory
-from ssfl.engines.features import Features, is_divided, is_whole, tail_of
+from ssfl.engines.features import Features, artificial_images, is_divided, tail_of
 from ssfl.engines.work import Optimizer, Pool
 from ssfl.errors import ConfigError, one_line, warn_user
 from ssfl.models import backbones, external
 from ssfl.models.building import plain_network_of
 from ssfl.models.kernels import convolution, launching
+from ssfl.models.trials import is_whole
 from ssfl.runs import doubts
 from ssfl.runs.resolve import load_data, make_parts, resolve, with_data
 from ssfl.simulate.plan import Owners, Plan
@@ -261,7 +262,7 @@ def _with_features(
         return tail, known
     features = Features.of(
         module.to(device), count, dataset.mean, dataset.std, bool(config.data.flip), dataset.weak,
-        dataset.strong, config.run.threads or CORES,
+        dataset.strong, config.run.threads or CORES, None if own else artificial_images(dataset.shape),
     )  # fmt: skip
     features.prepare(images, indices, strong)
     return tail, features

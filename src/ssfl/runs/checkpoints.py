@@ -44,15 +44,12 @@ def write(path: Path, checkpoint: Checkpoint) -> None:
     state = checkpoint.state
     with (path / "events.jsonl").open("rb") as events:
         os.fsync(events.fileno())  # after a crash, no checkpoint may exist without the events before it
-    tensors = {
-        "streams": state.streams.detach().cpu().contiguous(),
-        "average": state.average.detach().cpu().contiguous(),
-        "momentum": state.momentum.detach().cpu().contiguous(),
-    }
+    tensors = {"streams": state.streams, "average": state.average, "momentum": state.momentum}
     if len(state.strikes):
-        tensors["strikes"] = state.strikes.cpu()
+        tensors["strikes"] = state.strikes
     for name, tensor in sorted(state.memory.items()):
-        tensors[MEMORY + name] = tensor.detach().cpu().contiguous()
+        tensors[MEMORY + name] = tensor
+    tensors = {name: runs.own_copy(tensor) for name, tensor in tensors.items()}
     header = {
         "format": FORMAT,
         "round": str(state.round),

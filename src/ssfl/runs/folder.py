@@ -80,6 +80,7 @@ def create(path: Path, config: Config, parts: dict[str, Any], brought: dict[str,
     is written to outside.json. If it is None or empty, that file is not written.
     """
     require_free(path)
+    text = to_toml(config).encode()  # may raise, so before anything is written
     try:
         path.mkdir(mode=0o700, parents=True)  # readable only by its owner: a report has pictures in it
         (path / "checkpoints").mkdir()
@@ -92,8 +93,8 @@ def create(path: Path, config: Config, parts: dict[str, Any], brought: dict[str,
         if brought:
             write_atomic(path / OUTSIDE, _json(brought))
         write_atomic(path / "events.jsonl", b"")
-        write_atomic(path / "config.toml", to_toml(config).encode())
-    except RunError:
+        write_atomic(path / "config.toml", text)
+    except BaseException:
         shutil.rmtree(path, ignore_errors=True)
         raise
 
@@ -102,6 +103,15 @@ def write_split(path: Path, parts: dict[str, Any]) -> None:
     """Writes `parts` to split.json in the run folder `path`. `parts` describes how the images are divided
     among server and users."""
     write_atomic(path / "split.json", _json(parts))
+
+
+def read_fingerprint(path: Path) -> str:
+    """Returns the fingerprint (a hash) of the data with which the run in the folder `path` was started. It is
+    read from split.json; raises if this file cannot be used."""
+    try:
+        return str(plain_files.parse_json(plain_files.read(path / "split.json"))["fingerprint"])
+    except (OSError, ValueError, KeyError, TypeError):
+        raise RunError(f"{path / 'split.json'} cannot be read: restore it, or start a new run") from None
 
 
 def require_same_code(path: Path, section: str, name: str | None) -> None:
@@ -345,11 +355,16 @@ def cut_events(path: Path, rounds: int, counted: bool = False) -> None:
     write_atomic(path / "events.jsonl", b"".join(lines))
 
 
+def own_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a copy of a tensor on the CPU that shares memory with no other. safetensors refuses tensors
+    that share memory, such as tied weights."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
+
+
 def write_model(path: Path, tensors: dict[str, torch.Tensor], card: dict[str, Any]) -> None:
     """Writes a model file: the tensors of a model by name, and its model card, which says how to build the
     network."""
-    # copies, because safetensors refuses tensors that share memory, such as tied weights
-    whole = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
+    whole = {name: own_copy(tensor) for name, tensor in tensors.items()}
     write_atomic(path, save(whole, {"card": json.dumps(card)}))
 
 

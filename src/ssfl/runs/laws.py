@@ -38,6 +38,9 @@ SETTINGS = (
     "federation.period=3", "train.batch_size=16", "train.precision=float64", "train.momentum_policy=reset",
     "run.threads=1", "run.device=cpu", "run.compile=false", "run.engine=loop",
 )  # fmt: skip
+FEWEST = 3
+"""The smallest number of rounds of the check, whatever the person's settings are. A run is interrupted after
+two rounds, and must then go on."""
 MASKED = (0.2, 0.95)
 """The range of mask rates (shares of images that get a pseudo-label) that is good for comparing engines. At a
 mask rate of 0, for example, nothing is trained, so all engines agree even if the method is wrong."""
@@ -90,6 +93,10 @@ def check(
                     value=override,
                 )
         config = load_config("quickstart", [*SETTINGS, *overrides], method)
+    rounds = config.federation.rounds
+    if rounds is not None:
+        rounds = max(FEWEST, rounds)
+        config = replace(config, federation=replace(config.federation, rounds=rounds))
     with reproducible(), warnings.catch_warnings():
         warnings.simplefilter("ignore", SsflWarning)
         try:
@@ -265,11 +272,12 @@ def _resumed(config: Config, model: Factory | str | None) -> State:
 
 def _replayed(config: Config, model: Factory | str | None) -> tuple[float, float]:
     """Tests whether a training step that torch has recorded (traced with `make_fx`) can be replayed with
-    other tensors. The users' first step is recorded in round 0 and replayed with the tensors of round 3.
+    other tensors. The users' first step is recorded in the first round with users, and replayed with the
+    tensors of the next three rounds.
 
-    Returns the largest absolute difference between the replayed gradient and the same gradient without
-    recording, and the largest absolute number in the latter. Returns 0 and 1 if the method does not train
-    users.
+    Returns the largest absolute difference between a replayed gradient and the same gradient without
+    recording, and the largest absolute number in the latter. Returns 0 and 1 if nothing was replayed, for
+    example because the method does not train users.
     """
     sim = assemble.make(config, model)
     with closing(sim.engine):
@@ -278,46 +286,58 @@ def _replayed(config: Config, model: Factory | str | None) -> tuple[float, float
         from torch.fx.experimental.proxy_tensor import make_fx
 
         train, state = sim.engine.train, sim.initial()
-        steps: dict[int, Callable[..., Tensor]] = {}
-        found = [0.0, 1.0]
+        start = state.streams[0]
+        recorded: dict[int, Callable[..., Tensor]] = {}  # by the number of users, which are a dimension
+        rounds: list[int] = []
+        found = [(0.0, 1.0)]
 
         def noted(rows: Tensor, momentum: Tensor, work: Work) -> TrainedRows:
             """Records and compares before the users train, when their pseudo-labels are made and the server
             has sent what it sends."""
-            if work.role == "user" and state.round not in steps:
-                step, arguments = _flat_step(sim, work)
-                steps[state.round] = step if state.round else make_fx(step)(*arguments)
-                if state.round == last:
-                    again, direct = steps[0](*arguments), step(*arguments)
-                    found[:] = float((again - direct).abs().max()), float(direct.abs().max())
+            if work.role == "user" and state.round not in rounds:
+                step, arguments = _flat_step(sim, work, start, rows)
+                rounds.append(state.round)
+                if len(rows) in recorded:
+                    again, direct = recorded[len(rows)](*arguments), step(*arguments)
+                    found.append((float((again - direct).abs().max()), float(direct.abs().max())))
+                else:
+                    recorded[len(rows)] = make_fx(step)(*arguments)
             return train(rows, momentum, work)
 
-        last = min(3, sim.rounds - 1)
         sim.engine.train = noted  # type: ignore[method-assign]
-        while state.round <= last:
+        while state.round < sim.rounds and len(rounds) < 4:
             state, _ = sim.play(state)
-        return found[0], found[1]
+        return max(found)
 
 
-def _flat_step(sim: Simulation, work: Work) -> tuple[Callable[..., Tensor], list[Tensor]]:
-    """Returns a function that computes the gradient of the first training step of users with this work and
-    with the initial model, and the arguments of that function. All arguments are plain tensors, because torch
-    can only record functions of plain tensors."""
+def _flat_step(
+    sim: Simulation, work: Work, start: Tensor, rows: Tensor
+) -> tuple[Callable[..., Tensor], list[Tensor]]:
+    """Returns a function that computes the gradient of the first training step of users with this work, and
+    the arguments of that function: everything that differs between rounds. All arguments are plain tensors,
+    because torch can only record functions of plain tensors.
+
+    The gradient is taken at the model `start` [P + Q]. `rows` [n, P + Q] are the models that the n users
+    received. A model is a row of P weights and Q running statistics.
+    """
     from ssfl.engines.vmap import Vmap
 
-    engine, start = sim.engine, sim.initial().streams[0]
+    engine = sim.engine
     assert isinstance(engine, Vmap)
-    rows = start.repeat(work.keys.shape[1], 1)
     place = engine._buffers(len(rows), rows, work)
-    place.load(sim.layout, rows, torch.zeros_like(rows[:, : sim.layout.weights]), work)
-    batch = make_batch(sim.pool, place.work, 0)
-    tensors, layout = torch.utils._pytree.tree_flatten(batch)
+    place.load(sim.layout, start.expand_as(rows), torch.zeros_like(rows[:, : sim.layout.weights]), work)
+    received = sim.layout.unflatten(rows)
+    changing = (
+        make_batch(sim.pool, place.work, 0), place.rates, {name: received[name] for name in place.received},
+    )  # fmt: skip
+    tensors, layout = torch.utils._pytree.tree_flatten(changing)
     known = [tensor for tensor in tensors if isinstance(tensor, Tensor)]
 
     def step(*arguments: Tensor) -> Tensor:
         left = iter(arguments)
         whole = [next(left) if isinstance(tensor, Tensor) else tensor for tensor in tensors]
-        one = engine._step_of(place, torch.utils._pytree.tree_unflatten(whole, layout))
+        batch, rates, received = torch.utils._pytree.tree_unflatten(whole, layout)
+        one = engine._step_of(replace(place, rates=rates, received=received), batch)
         gradients, _ = sim.method.gradient(one, engine._losses["user"])
         return torch.cat([gradient.flatten() for gradient in gradients.values()])
 

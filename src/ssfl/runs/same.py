@@ -5,7 +5,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from ssfl.config.settings import NAMES, Config
-from ssfl.core import plain_files
 from ssfl.errors import ConfigError, RunError
 from ssfl.runs import folder, resolve
 
@@ -16,11 +15,11 @@ COMPARED = ("seed", "folds", "test")
 def require_same_parts(config: Config, path: Path, fingerprint: str) -> None:
     """Raises if the code of a person's method or network has changed since the run in the folder `path` was
     started, or if its data had another `fingerprint`. If the folder holds no run, nothing happens."""
-    if not (path / "config.toml").is_file() or not (path / "split.json").is_file():
+    if not (path / "config.toml").is_file():
         return
     folder.require_same_code(path, "method", config.method.name)
     folder.require_same_code(path, "model", config.model.name)
-    if plain_files.parse_json(plain_files.read(path / "split.json")).get("fingerprint") != fingerprint:
+    if folder.read_fingerprint(path) != fingerprint:
         raise RunError(
             f"the images, owners, normalisation or augmentations have changed since {path} was started: "
             "restore them, choose another --out, or remove that folder",

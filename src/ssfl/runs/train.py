@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ssfl.config import loading
 from ssfl.config.settings import Config, DataSettings
-from ssfl.core import outside, plain_files
+from ssfl.core import outside
 from ssfl.core.outside import IN_MEMORY
 from ssfl.data import inventory
 from ssfl.data.arrays import Data
@@ -219,11 +219,7 @@ def finished(path: Path) -> bool:
 def check_unchanged(sim: Simulation, path: Path) -> None:
     """Raises if the images, owners, normalisation or augmentations differ from those with which the run in
     the folder `path` was started."""
-    try:
-        before = plain_files.parse_json(plain_files.read(path / "split.json"))["fingerprint"]
-    except (OSError, ValueError, KeyError, TypeError):
-        raise RunError(f"{path / 'split.json'} cannot be read: restore it, or start a new run") from None
-    if before != inventory.fingerprint(sim.dataset):
+    if folder.read_fingerprint(path) != inventory.fingerprint(sim.dataset):
         raise RunError(
             f"the images, owners, normalisation or augmentations of {sim.dataset.name} have changed since "
             f"{path} was started: restore them, or start a new run",

@@ -54,6 +54,9 @@ class Log:
     labels. Maps a user's position in the cohort to its weight, from 0 to 1."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Further metrics of the round, by name, which the method recorded with `Round.record`."""
+    sent: Named = field(default_factory=dict)
+    """The tensors that the server sent to the n users besides the models, by name, [n, ...] each. Empty
+    unless gradient diversity is measured."""
     sent_bytes: int = 0
     """The number of bytes that the server sent to users in addition to the models."""
     reported_bytes: int = 0

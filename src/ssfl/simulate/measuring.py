@@ -11,13 +11,13 @@ from torch import Tensor
 from ssfl.config.settings import Config
 from ssfl.core import diversity, draws
 from ssfl.core.cohort import Cohort
-from ssfl.core.events import Event
+from ssfl.core.events import ROUND_FIELDS, Event
 from ssfl.engines.contract import Engine
 from ssfl.engines.dist import Dist
 from ssfl.engines.local import made_labels
 from ssfl.engines.work import Work, round_keys
-from ssfl.errors import ConfigError, DivergedError
-from ssfl.federation import METRICS, Method, State
+from ssfl.errors import ConfigError, DivergedError, MethodError
+from ssfl.federation import METRICS, Method, Named, State
 from ssfl.simulate.log import Log
 from ssfl.simulate.plan import Owners, Plan
 from ssfl.simulate.rounds import Round
@@ -26,8 +26,16 @@ from ssfl.simulate.rounds import Round
 def round_event(plan: Plan, size: int, round: int, fed: Round) -> Event:
     """Returns the event of a round: who took part, the metrics of users and server, and the bytes that were
     sent. `size` is the size of one model in bytes, and `round` counts from 1. Raises if a loss or update is
-    not finite."""
+    not finite, or if a metric of the method has the name of a field that events already have."""
     cohort, log = fed.cohort, fed.log
+    of_users = () if log.users is None else log.users.metrics.keys() - {*METRICS, "steps"}
+    for name in (*log.metrics, *of_users):
+        if name in ROUND_FIELDS:
+            raise MethodError(
+                f"the method's metric {name!r} has the name of another value in the events of rounds: choose "
+                "another name",
+                key=name,
+            )
     event: Event = {
         "event": "round",
         "round": round,
@@ -49,7 +57,7 @@ def round_event(plan: Plan, size: int, round: int, fed: Round) -> Event:
     if log.users is not None:
         names = list(log.users.metrics)
         numbers = torch.stack([*log.users.metrics.values(), log.users.norms])
-        # only here, and in the guard of `anchored`, does the CPU wait for the GPU in a round
+        # the CPU waits for the GPU here, so all numbers come together
         *metrics, norms = numbers.tolist()
         measured = dict(zip(names, metrics, strict=True))
         for place, (user, *values) in enumerate(zip(cohort.users, measured["loss"], norms, strict=True)):
@@ -97,13 +105,15 @@ def diversity_event(
     seed = draws.key(plan.config.run.seed, "diversity")
     size, device, weights = plan.config.train.batch_size, state.average.device, state.momentum.shape[1]
 
-    def full(role: str, trainers: Tensor, owners: Owners, members: Tensor, rows: Tensor) -> Tensor:
+    def full(
+        role: str, trainers: Tensor, owners: Owners, members: Tensor, rows: Tensor, sent: Named
+    ) -> Tensor:
         """Returns the gradients [n, P] of n trainers, which are users or the server (`role`). Each gradient
         is over all images of the trainer, at its model in `rows` [n, P + Q]. A model is a row of P weights
         and Q running statistics.
 
         `trainers` [n] are numbers from which random keys are made. `members` [n] says which owner in `owners`
-        has the images of each trainer.
+        has the images of each trainer. `sent` are the tensors that users were sent besides their models.
         """
         sizes = owners.sizes[members]
         steps = -(-int(sizes.max()) // size)
@@ -111,7 +121,7 @@ def diversity_event(
         batches = owners.at(members, places).reshape(len(members), steps, size)
         # the loss is on unlabelled images only, even if users also have labelled ones
         views = ("weak",) if role == "server" else plan.views
-        work = Work(role, views, round_keys(seed, state.round, trainers), batches, None, ())
+        work = Work(role, views, round_keys(seed, state.round, trainers), batches, None, (), sent=sent)
         return _in_parts(
             engine, ranks if len(members) > 1 else None, method, plan.at_once, rows, work, sizes, weights
         )
@@ -119,14 +129,15 @@ def diversity_event(
     assert log.users is not None
     assert log.users.updates is not None
     members = torch.tensor(cohort.users, device=device)
-    gradients = full("user", members, plan.users, members, state.streams[list(cohort.streams)])
+    received = state.streams[list(cohort.streams)]
+    gradients = full("user", members, plan.users, members, received, log.sent)
     rows = {"gradient": gradients, "update": log.users.updates[:, :weights]}
     server: dict[str, Tensor | None] = {}
     if log.server is not None and log.server_sent is not None:
         assert log.server.updates is not None
         trainer = torch.tensor([draws.SERVER], device=device)
         server = {
-            "gradient": full("server", trainer, plan.server, trainer * 0, log.server_sent[None])[0],
+            "gradient": full("server", trainer, plan.server, trainer * 0, log.server_sent[None], {})[0],
             "update": log.server.updates[0, :weights],
         }
     table = diversity.variants(rows, server, cohort.groups)
@@ -156,18 +167,24 @@ def _in_parts(
         if work.role == "user" and method.label is not None:
             labels = made_labels(engine, method, rows[part], part_work)
             if not torch.equal(labels.images, part_work.batches):
-                raise ConfigError(
-                    "run.diversity_every is set, but gradient diversity cannot be measured with method.name "
-                    f"= {method.name!r}, because its batches have only images with a pseudo-label: set "
-                    "run.diversity_every=0",
-                    key="run.diversity_every",
-                    value=method.name,
-                    fix="run.diversity_every=0",
-                )
+                raise _not_measurable(method, "its batches have only images with a pseudo-label")
             part_work = part_work.with_labels(labels._replace(lr_scale=None))
-        gradients.append(engine.gradients(rows[part], part_work, sizes[part]))
+        try:
+            gradients.append(engine.gradients(rows[part], part_work, sizes[part]))
+        except KeyError as error:  # the loss reads a tensor that is not there
+            raise _not_measurable(method, f"its loss needs {error}, which gradient() adds") from error
     together = torch.cat(gradients) if gradients else rows[:0, :weights]
     return together if ranks is None else ranks.gather(together, count)
+
+
+def _not_measurable(method: Method, why: str) -> ConfigError:
+    return ConfigError(
+        "run.diversity_every is set, but gradient diversity cannot be measured with method.name = "
+        f"{method.name!r}, because {why}: set run.diversity_every=0",
+        key="run.diversity_every",
+        value=method.name,
+        fix="run.diversity_every=0",
+    )
 
 
 def _of_users(

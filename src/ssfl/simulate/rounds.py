@@ -9,6 +9,7 @@ A model is a row [P + Q] of P weights and Q running statistics (`core/rows.py`).
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,20 +17,11 @@ from torch import Tensor
 from ssfl.core import averaging, draws
 from ssfl.core.cohort import Cohort
 from ssfl.core.rows import Layout, placed
-from ssfl.core.step import in_words
-from ssfl.errors import MethodError
+from ssfl.errors import MethodError, in_words
 from ssfl.federation import METRICS, NEEDS, Named, State, Trained, Users
 from ssfl.simulate.aggregation import Aggregation, CohortResult
 from ssfl.simulate.log import Log, TrainedUpdates, together
 from ssfl.simulate.protocols import Experiment, Extra, Ranks, Workers
-
-RESERVED = (
-    "event", "round", "lr", "participants", "returned", "groups", "bytes_down", "bytes_up", "user_loss",
-    "user_mask_rate", "user_update_norm", "loss", "mask_rate", "pseudo_accuracy", "update_norm", "images",
-    "server_loss", "server_update_norm", "server_models", "server_images", "phases", "seconds", "left",
-    "memory",
-)  # fmt: skip
-"""The fields that round events already have. A method's own metrics must have other names."""
 
 
 class Round:
@@ -44,8 +36,8 @@ class Round:
         self.needs = frozenset(sim.config.method.needs())
         self.log = Log()
         self._keep = keep
-        """Whether the log keeps the whole updates of the users and of the server, which are needed to measure
-        gradient diversity."""
+        """Whether the log keeps the whole updates of the users and of the server, and the tensors that users
+        were sent. They are needed to measure gradient diversity."""
 
     @property
     def server_counts(self) -> Tensor:
@@ -68,11 +60,6 @@ class Round:
         """Adds metrics, by name, to the event of this round. A tensor with one element counts as its
         number."""
         for name, value in metrics.items():
-            if name in RESERVED:
-                raise MethodError(
-                    f"fed.record({name}=...): every round already has a value with this name: choose another",
-                    key=name,
-                )
             try:
                 self.log.metrics[name] = value if isinstance(value, int | float) else float(value)
             except (TypeError, ValueError, RuntimeError):
@@ -85,8 +72,12 @@ class Round:
 
     def _sent(self, send: Extra, users: Sequence[int]) -> Named:
         """Returns the tensors that a method's function `send` returns for these users. Raises MethodError
-        unless each has one entry for each user."""
-        tensors = send(users)
+        unless they are a dict of tensors with one entry for each user."""
+        tensors: Any = send(users)
+        if not isinstance(tensors, dict):
+            raise MethodError(
+                f"send() returned {in_words(tensors)}: return a dict of tensors by name", key="send"
+            )
         for name, value in tensors.items():
             if not isinstance(value, Tensor) or value.shape[:1] != (len(users),):
                 raise MethodError(
@@ -203,6 +194,7 @@ class Round:
             matrix = placed(matrix.to(start.dtype), start.device)
         sums = torch.zeros_like(start)
         updates, held, at_once = [], [], self.sim.config.run.users_at_once or count
+        also_sent: list[Named] = []
         policy = self.sim.config.train.momentum_policy
         slots = cohort.users if policy == "user" else cohort.slots
         keeps = policy in ("slot", "user")
@@ -216,6 +208,7 @@ class Round:
             # "Each user locally updates its own model weights to w_k."
             momentum = self._momentum(slots[part] if keeps else None, sent)
             result = self.workers.train(sent, momentum, part, tensors)
+            also_sent.append(tensors if self._keep else {})
             self.log.sent_bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
             if self.sim.config.federation.skip_unlabelled:
                 learned = (result.metrics["mask_rate"] > 0).to(sent.dtype)
@@ -234,6 +227,8 @@ class Round:
         if ranks is not None:
             sums, users, momentum = self._exchanged(ranks, sums, users, momentum, count)
         self.log.users = users
+        if also_sent:
+            self.log.sent = {name: torch.cat([part[name] for part in also_sent]) for name in also_sent[0]}
         by_slot = ((placed(slots, start.device), momentum),) if keeps else ()
         return CohortResult(sums, matrix, by_slot, held)
 

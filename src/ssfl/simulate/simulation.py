@@ -18,7 +18,6 @@ from ssfl.core.cohort import Cohort
 from ssfl.core.events import Event
 from ssfl.core.rows import Layout, row_of, statistics, write_row
 from ssfl.core.statistics import balanced
-from ssfl.core.step import in_words
 from ssfl.data import split
 from ssfl.data.dataset import Dataset
 from ssfl.data.hands import Index
@@ -26,7 +25,7 @@ from ssfl.engines import choice
 from ssfl.engines.dist import Dist
 from ssfl.engines.memory import peak
 from ssfl.engines.work import Pool, Work
-from ssfl.errors import MethodError
+from ssfl.errors import MethodError, in_words
 from ssfl.federation import Method, State
 from ssfl.models import external
 from ssfl.models.building import is_saved_whole, network_of, plain_network_of
@@ -40,6 +39,8 @@ from ssfl.simulate.workers import Simulated
 SLOW = "slow"
 """The key in `State.memory` of the slow average, an exponential moving average of the model over rounds
 (federation.slow_average)."""
+OWN = (SLOW, USUAL, TRUST)
+"""The names in `State.memory` that ssfl itself uses. A method's tensors must have other names."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ class Simulation:
         nobody = Cohort((), (), ((),) * self.plan.streams, (), ())
         workers = self._workers(0, nobody, self.plan.users_work(0, nobody), None, Phases(self.device))
         memory = self.method.initial(state, Round(self, state, nobody, workers, keep=False))
-        _require_tensors(memory, f"{type(self.method).__name__}.initial returned")
+        _require_tensors(memory, {}, f"{type(self.method).__name__}.initial")
         if self.config.federation.slow_average:
             memory[SLOW] = row.clone()
         if gate:
@@ -203,8 +204,7 @@ class Simulation:
         new, name = self.method.round(state, fed), f"{type(self.method).__name__}.round"
         if not isinstance(new, State):
             raise MethodError(
-                f"{name} returned {'None' if new is None else f'a value of type {type(new).__name__}'}: "
-                "return state.next(...)",
+                f"{name} returned {in_words(new)}: return state.next(...)",
                 key="round",
             )
         if new.round != state.round + 1:
@@ -222,7 +222,7 @@ class Simulation:
                     f"shape {list(before.shape)} to state.next()",
                     key=key,
                 )
-        _require_tensors(new.memory, f"{name} put into the memory")
+        _require_tensors(new.memory, state.memory, name)
         return new
 
     def prepare(self, round: int) -> None:
@@ -410,16 +410,25 @@ def evaluated_row(state: State) -> Tensor:
     return state.memory.get(SLOW, state.average)
 
 
-def _require_tensors(memory: Any, what: str) -> None:
-    """Raises MethodError unless a method's memory is a dict of tensors by name. `what` begins the message."""
+def _require_tensors(memory: Any, before: dict[str, Tensor], function: str) -> None:
+    """Raises MethodError unless a method's memory is a dict of tensors by name, and those of ssfl (`OWN`) are
+    still the same as `before`. `function` is the method's function that returned the memory."""
     wrong = memory
     if isinstance(memory, dict):
         others = [value for value in memory.values() if not isinstance(value, Tensor)]
+        others += [name for name in memory if not isinstance(name, str)]
         if not others:
+            for name in OWN:
+                if memory.get(name) is not before.get(name):
+                    raise MethodError(
+                        f"{function} changed {name!r} in the memory, which ssfl uses itself: choose another "
+                        "name for the method's tensor",
+                        key=name,
+                    )
             return
         wrong = others[0]
     raise MethodError(
-        f"{what} {in_words(wrong)}: the memory must be a dict of tensors, such as {{'level': "
-        "state.average.new_zeros(1)}",
+        f"{function} put {in_words(wrong)} into the memory: it must be a dict of tensors by name, such as "
+        "{'level': state.average.new_zeros(1)}",
         key="memory",
     )
