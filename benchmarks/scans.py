@@ -26,7 +26,8 @@ from sklearn.model_selection import StratifiedGroupKFold
 
 import ssfl
 from ssfl import methods
-from ssfl.data import gentle, sources
+from ssfl.data import sources
+from ssfl.data.views import KINDS
 from ssfl.engines.features import Features
 from ssfl.models import backbones
 from ssfl.runs import provenance
@@ -88,7 +89,7 @@ def regressions(
     labelled = np.flatnonzero(labels >= 0)
     pixels = torch.from_numpy(images[labelled]).permute(0, 3, 1, 2).contiguous()
     results, known = {}, labels[labelled]
-    for kind, pair in gentle.KINDS.items():
+    for kind, pair in KINDS.items():
         features = Features.of(module, VIEWS, *scale, False, *pair, torch.get_num_threads())
         plain = features.plain(pixels, torch.float32).numpy()
         features.prepare(pixels, torch.arange(len(pixels)), strong=False)

@@ -12,6 +12,7 @@ import ssfl
 from ssfl.core import draws
 from ssfl.data import augment, gentle
 from ssfl.data.gentle import BRIGHTNESS, GENTLE_DRAWS, STEPS, gentle_views
+from ssfl.data.views import KINDS
 from ssfl.deploy import wire
 from ssfl.engines.features import Features
 from ssfl.errors import ConfigError
@@ -119,7 +120,7 @@ def folder_of_images(where: Path) -> Path:
 
 def test_the_setting_chooses_the_views_of_data_and_sites(tmp_path: Path) -> None:
     folder = folder_of_images(tmp_path / "pets")
-    for kind, pair in gentle.KINDS.items():
+    for kind, pair in KINDS.items():
         config = ssfl.load_config("own", [f"data.path={folder}", f"data.views={kind}", "split.users=1"])
         data = resolve.load_data(config)
         assert (data.weak, data.strong) == pair
@@ -141,10 +142,8 @@ def test_own_augmentations_stay() -> None:
 
 def test_features_of_other_views_are_stored_elsewhere() -> None:
     network = backbones.lite0(2, "head", pretrained=False)
-    folders = {
-        Features.of(network, 1, [0.5], [0.5], False, *pair, 1).folder for pair in gentle.KINDS.values()
-    }
-    assert len(folders) == 2
+    folders = {Features.of(network, 1, [0.5], [0.5], False, *pair, 1).folder for pair in KINDS.values()}
+    assert len(folders) == len(KINDS)
     assert None not in folders
     assert Features.of(network, 1, [0.5], [0.5], False, gentle.GENTLE, augment.STRONG, 1).folder is None
 
@@ -156,8 +155,8 @@ def test_the_preset_for_pretrained_networks_uses_them() -> None:
 def test_views_of_one_kind_are_one_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SSFL_CACHE", str(tmp_path))
     network, images = backbones.lite0(2, "head", pretrained=False), random_images(2, 1, 32, 32)
-    for kind, count in (("standard", 2), ("gentle", 4)):
-        features = Features.of(network, 2, [0.5], [0.5], False, *gentle.KINDS[kind], 1)
+    for kind, count in (("standard", 2), ("gentle", 4), ("semifl", 2)):
+        features = Features.of(network, 2, [0.5], [0.5], False, *KINDS[kind], 1)
         features.prepare(images, torch.arange(2))
         weak, strong = features.views
         assert weak.shape == strong.shape == (2, count, backbones.FEATURES)
@@ -183,7 +182,7 @@ def load():
 """
 
 
-@pytest.mark.parametrize("kind", list(gentle.KINDS))
+@pytest.mark.parametrize("kind", list(KINDS))
 def test_sites_are_never_told_other_views_than_the_centre_has(kind: str, tmp_path: Path) -> None:
     """Own augmentations cannot be sent, whatever data.views says; also not if they are a copy of ours."""
     centre = pytest.importorskip("ssfl.deploy.centre", reason="needs Flower")

@@ -12,6 +12,7 @@ import ssfl
 from image_files import write_image
 from ssfl.core import draws
 from ssfl.data import gentle
+from ssfl.data.views import KINDS
 from ssfl.engines.features import Features
 from ssfl.runs import assemble, evaluate, forecast
 from ssfl.runs.predict import export, predict
@@ -71,7 +72,7 @@ def test_features_of_test_views_are_stored(tmp_path: Path, monkeypatch: pytest.M
     images = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (2, 1, 32, 32), dtype=np.uint8))
     network, seen, computed = Divided(), [], []
     for _ in range(2):
-        features = Features.of(network, 1, [0.5], [0.5], False, *gentle.KINDS["gentle"], 1)
+        features = Features.of(network, 1, [0.5], [0.5], False, *KINDS["gentle"], 1)
         seen.append(torch.stack([features.plain(images, torch.float32, number) for number in range(3)]))
         computed.append(features.computed)
     first, again = seen

@@ -185,13 +185,14 @@ def _check_dist(config: Config) -> None:
     """Raises if the settings or the method cannot be combined with the engine "dist". Its processes exchange
     only sums of models, but some settings need all users' models in one process. `check` calls this only if
     run.engine is "dist"."""
-    federation = config.federation
+    federation, statistics = config.federation, config.model.norm_statistics
     for key, value, on, plain in [
         ("federation.gate", federation.gate, federation.gate, "false"),
         ("federation.median_fallback", federation.median_fallback, federation.median_fallback, "false"),
         ("federation.skip_unlabelled", federation.skip_unlabelled, federation.skip_unlabelled, "false"),
         ("federation.combine", federation.combine, federation.combine != "mean", "mean"),
         ("federation.attackers", federation.attackers, federation.attackers > 0, "0"),
+        ("model.norm_statistics", statistics, statistics == "everyone", "average"),
     ]:
         if on:
             raise _error(

@@ -47,11 +47,11 @@ class DataSettings:
     flip: bool | None = None
     """Whether augmentation may mirror an image left to right. Default: no for digits, svhn and emnist, and no
     if most of your own images are grey; otherwise yes."""
-    views: str = setting("standard", choices=("standard", "gentle"))
+    views: str = setting("standard", choices=("standard", "gentle", "semifl"))
     """The augmentation. "standard" (paper): weak views are shifted; strong views also go through random
     operations and Cutout. "gentle", for pretrained networks: weak and strong views are made alike, by slight
-    rotation, zoom, shift and slight changes of brightness and contrast. Both kinds of augmentation also
-    mirror images if data.flip allows it."""
+    rotation, zoom, shift and slight changes of brightness and contrast. "semifl": strong views as SemiFL's
+    authors make them. All kinds of augmentation also mirror images if data.flip allows it."""
     test_views: int = setting(0, least=0, most=64, what="views of an image besides the image itself")
     """Test-time augmentation: average the prediction for an image over the image itself and this many views
     of it. It applies to evaluations and to `ssfl predict`. The views are made as for data.views = "gentle".
@@ -108,10 +108,15 @@ class ModelSettings:
     """[model] The network: which one it is, its initial weights, and which of its layers are trained."""
 
     name: str | None = setting(
-        None, choices=("small", "cnn", "resnet9", "resnet18", "vgg11", "wide_resnet", "lite0"), paths=True
-    )
-    """The network: small, cnn, resnet9, resnet18, vgg11 or wide_resnet. Or lite0, which starts from ImageNet
-    weights (extra "pretrained"). Or a function that makes any nn.Module: "FILE.py:name" or
+        None,
+        choices=(
+            "small", "cnn", "resnet9", "resnet18", "vgg11", "wide_resnet", "wide_resnet_relu", "lite0",
+        ),
+        paths=True,
+    )  # fmt: skip
+    """The network: small, cnn, resnet9, resnet18, vgg11 or wide_resnet. Or wide_resnet_relu, which is
+    wide_resnet with ReLU and other initial weights, as SemiFL's authors use it. Or lite0, which starts from
+    ImageNet weights (extra "pretrained"). Or a function that makes any nn.Module: "FILE.py:name" or
     "package.module:name". Default: one that suits the image size and, without a GPU, can be trained on a
     CPU."""
     train: str = setting("head", choices=("head", "last", "all"))
@@ -129,10 +134,12 @@ class ModelSettings:
     layers are trained, otherwise 0."""
     norm: str = setting("group", choices=("group", "batch", "none"))
     """The normalisation layers of the network: "group", "batch" or "none"."""
-    norm_statistics: str = setting("average", choices=("average", "server", "recompute"))
+    norm_statistics: str = setting("average", choices=("average", "server", "recompute", "everyone"))
     """With batch normalisation, where the averaged model's running statistics come from. "average": the mean
     over users and server, as for the weights. "server": those of the server's model, as in the authors' code.
-    "recompute": computed on the server's images before each evaluation."""
+    "recompute": computed on the server's images before each evaluation. "everyone": computed on the images of
+    the server and of all users, before each round and evaluation (SemiFL as published, only in
+    simulations)."""
 
 
 @dataclass(frozen=True)

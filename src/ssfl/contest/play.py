@@ -23,7 +23,7 @@ from typing import Any
 from ssfl import methods
 from ssfl.config import loading as configs
 from ssfl.config.settings import Config
-from ssfl.config.writing import as_dict
+from ssfl.config.writing import portable
 from ssfl.contest.protocol import CHOOSING, Entry, Rules, choosing_seeds, entry, label, passes
 from ssfl.contest.standings import Standing
 from ssfl.contest.texts import Try, choice
@@ -336,7 +336,7 @@ def _standing(method: str, options: tuple[str, ...], played: list[Path | None]) 
         )
         run_facts[-1] |= {"seed": config.run.seed, "date": summary.get("date"), **_counts(path)}
         run_facts[-1]["mask_rate"] = mean_mask_rate(folder.read_events(path))
-        rounds, resolved = summary["rounds"], resolved or _portable(config)
+        rounds, resolved = summary["rounds"], resolved or portable(config)
         curve, cost = _curve(path, config)
         best = max(point[2] for point in curve.values())
         run_facts[-1]["best_validation"], run_facts[-1]["last_validation"] = best, curve[max(curve)][2]
@@ -365,14 +365,6 @@ def _standing(method: str, options: tuple[str, ...], played: list[Path | None]) 
         config=resolved,
         seed_curves=seed_curves,
     )
-
-
-def _portable(config: Config) -> dict[str, Any]:
-    """Returns the resolved config as a dict, without paths that exist only on this machine."""
-    sections = as_dict(config)
-    path = sections["data"]["path"]
-    sections["data"] |= {"root": "data", "path": None if path is None else Path(path).name}
-    return sections
 
 
 def _curve(path: Path, config: Config) -> tuple[dict[int, tuple[float, ...]], tuple[float, ...]]:

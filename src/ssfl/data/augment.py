@@ -19,8 +19,8 @@ from ssfl.core.draws import below, uniform
 from ssfl.data.operations import FRACTION, OPERATIONS, level_table, move_tables, stretch_table, weight_table
 
 __all__ = [
-    "OPERATIONS", "STRONG", "STRONG_DRAWS", "WEAK", "WEAK_DRAWS", "View", "apply_operation", "below",
-    "normalise", "strong", "strong_views", "uniform", "weak", "weak_views",
+    "OPERATIONS", "STRONG", "STRONG_DRAWS", "WEAK", "WEAK_DRAWS", "View", "apply_operation", "apply_stage",
+    "below", "lightness", "normalise", "smooth", "strong", "strong_views", "uniform", "weak", "weak_views",
 ]  # fmt: skip
 
 WEAK_DRAWS: int = 3  # flip, shift in y, shift in x
@@ -298,16 +298,16 @@ def _enhance(images: Tensor, weights: Tensor) -> Tensor:
     """
     for_image, for_grey, for_mean, for_smooth = weights.view(-1, 4, 1, 1, 1).unbind(1)
     wide = images.to(torch.int32)
-    grey = _lightness(wide)
+    grey = lightness(wide)
     count = images.shape[2] * images.shape[3]
     mean = (2 * grey.sum((1, 2, 3), keepdim=True, dtype=torch.int32) + count) // (2 * count)
     flat = grey * for_grey + mean * for_mean
-    blend = _smooth(images).mul_(for_smooth).add_(wide.mul_(for_image)).add_(flat)
+    blend = smooth(images).mul_(for_smooth).add_(wide.mul_(for_image)).add_(flat)
     blend >>= FRACTION
     return blend.to(torch.uint8)
 
 
-def _lightness(images: Tensor) -> Tensor:
+def lightness(images: Tensor) -> Tensor:
     """Returns int32 images [N, C, H, W] converted to grey, [N, 1, H, W], with the same rounding as Pillow."""
     if images.shape[1] == 1:
         return images
@@ -315,7 +315,7 @@ def _lightness(images: Tensor) -> Tensor:
     return ((19595 * red + 38470 * green + 7471 * blue + 0x8000) >> 16).unsqueeze(1)
 
 
-def _smooth(images: Tensor) -> Tensor:
+def smooth(images: Tensor) -> Tensor:
     """Returns images as int32 after Pillow's filter SMOOTH: a 3x3 kernel of ones with 5 in the middle,
     divided by 13. Pixels at the border stay unchanged."""
     short = images.to(torch.int16)  # holds every sum below

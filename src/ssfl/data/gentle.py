@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ssfl.core.draws import below, bits, key
-from ssfl.data.augment import STRONG, WEAK, View
+from ssfl.data.augment import View
 
 GENTLE_DRAWS: int = 9
 """How many random numbers a gentle view needs, one for each of: flip, angle, zoom, stretch, shift in y, shift
@@ -49,8 +49,6 @@ def gentle_views(images: Tensor, draws: Tensor, flip: bool) -> Tensor:
 
 
 GENTLE = View(gentle_views, GENTLE_DRAWS)
-KINDS = {"standard": (WEAK, STRONG), "gentle": (GENTLE, GENTLE)}
-"""For each value of the setting data.views, the weak and the strong augmentation that it selects."""
 
 
 def test_view(images: Tensor, number: int, flip: bool) -> Tensor:
@@ -65,12 +63,6 @@ def test_view(images: Tensor, number: int, flip: bool) -> Tensor:
     drawn = bits(torch.tensor([key(0, "test", pair)]), GENTLE_DRAWS)
     drawn = (~drawn if opposite else drawn).to(images.device)
     return gentle_views(images, drawn.expand(images.shape[0], -1), flip)
-
-
-def kind_of(weak: View, strong: View) -> str | None:
-    """Returns the value of the setting data.views, "standard" or "gentle", that selects this pair of
-    augmentations. Returns None if the user has defined one or both of them."""
-    return next((name for name, pair in KINDS.items() if pair == (weak, strong)), None)
 
 
 def _moved(images: Tensor, draws: Tensor, flip: bool) -> Tensor:

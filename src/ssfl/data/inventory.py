@@ -8,9 +8,10 @@ import numpy as np
 import torch
 
 from ssfl.core import draws
-from ssfl.data import augment, gentle, split
+from ssfl.data import split
 from ssfl.data.dataset import Dataset
 from ssfl.data.hands import Hands, Index
+from ssfl.data.views import KINDS
 
 LISTED = 5000
 """split.json lists at most this many users one by one, because a longer file would be slow to write and to
@@ -70,7 +71,7 @@ def fingerprint(dataset: Dataset) -> str:
             digest.update(f"{what} {len(numbers)}".encode() + np.ascontiguousarray(numbers).tobytes())
     images = dataset.images[:PROBED]
     for name, view in (("weak", dataset.weak), ("strong", dataset.strong)):
-        if view not in (augment.WEAK, augment.STRONG, gentle.GENTLE):
+        if not any(view in pair for pair in KINDS.values()):
             drawn = draws.bits(torch.arange(len(images)), view.draws)
             views = view.make(images, drawn, dataset.flip).contiguous()
             digest.update(f"{name} {view.draws}".encode() + views.numpy().tobytes())

@@ -51,15 +51,29 @@ def move_tables(height: int, width: int) -> tuple[Tensor, Tensor]:
     maps = _maps(height, width)
     distinct = sorted(set(maps))
     moves = torch.tensor([distinct.index(each) for each in maps]).view(len(OPERATIONS), 10, 2)
-    xx, xy, x0, yx, yy, y0 = torch.tensor(distinct).view(-1, 6, 1, 1).unbind(1)
+    return moves, _positions(distinct, height, width)
+
+
+def rotation(degrees: int, height: int, width: int) -> Tensor:
+    """Returns the position [H, W] from which each pixel of an image comes if the image is rotated by so many
+    degrees, a multiple of 3. H · W means a position outside the image."""
+    return _positions([_fixed_affine("Rotate", degrees / 3, height, width)], height, width).view(
+        height, width
+    )
+
+
+def _positions(maps: list[tuple[int, ...]], height: int, width: int) -> Tensor:
+    """Returns the position from which each affine map takes each pixel, [map, H · W]. H · W means a position
+    outside the image."""
+    xx, xy, x0, yx, yy, y0 = torch.tensor(maps).view(-1, 6, 1, 1).unbind(1)
     rows, columns = torch.arange(height).unsqueeze(1), torch.arange(width)
     x = (xx * columns + xy * rows + x0) >> 16
     y = (yx * columns + yy * rows + y0) >> 16
     outside = (x < 0) | (x >= width) | (y < 0) | (y >= height)
-    return moves, torch.where(outside, height * width, y * width + x).flatten(1)
+    return torch.where(outside, height * width, y * width + x).flatten(1)
 
 
-def _fixed_affine(name: str, v: int, height: int, width: int) -> tuple[int, ...]:
+def _fixed_affine(name: str, v: float, height: int, width: int) -> tuple[int, ...]:
     """Returns the six coefficients of an affine map, in units of 1/65536, as Pillow computes them. The map
     leads from a pixel to the position from which its value comes. `name` is the operation and `v` its
     magnitude, with sign."""

@@ -16,7 +16,8 @@ from ssfl.config.settings import Config
 from ssfl.core.clock import Phases
 from ssfl.core.cohort import Cohort, only
 from ssfl.core.events import Event
-from ssfl.data import gentle, split
+from ssfl.data import split
+from ssfl.data.views import kind_of
 from ssfl.deploy import wire
 from ssfl.deploy.fleet import Answers, Fleet
 from ssfl.engines.local import Returned
@@ -160,7 +161,7 @@ def prepare(config: Config) -> tuple[Simulation, str]:
     wire.check(config)
     original = config
     dataset = replace(resolve.load_data(config), users=None, names=(), loose=0)  # the sites are the users
-    if gentle.kind_of(dataset.weak, dataset.strong) != config.data.views:
+    if kind_of(dataset.weak, dataset.strong) != config.data.views:
         raise ConfigError(
             f"{config.data.name} has its own augmentations, which cannot be sent to sites: remove weak and "
             "strong from its ssfl.Data",

@@ -22,8 +22,9 @@ from flwr.clientapp.typing import ClientAppCallable, Mod
 from ssfl.core import outside
 from ssfl.core.cohort import Cohort
 from ssfl.core.rows import layout_of
-from ssfl.data import gentle, split
+from ssfl.data import split
 from ssfl.data.dataset import Dataset
+from ssfl.data.views import KINDS
 from ssfl.deploy import Tell, silenced, wire
 from ssfl.deploy.connection import RETRY, Connection, connected, connection_error
 from ssfl.deploy.disclosure import PublicError, for_centre
@@ -87,7 +88,7 @@ class Site:
             nothing = np.zeros(0, np.int64)
             owned = [nothing] * agreed.config.split.users
             owned[user] = np.arange(len(images))
-            weak, strong = gentle.KINDS[agreed.config.data.views]
+            weak, strong = KINDS[agreed.config.data.views]
             data = Dataset(
                 self.name, images, torch.full((len(images),), -1), images[:0], torch.tensor(nothing),
                 tuple(str(number) for number in range(agreed.classes)), agreed.mean, agreed.std,

@@ -156,6 +156,12 @@ def check(config: Config) -> None:
         )
     fitting: list[tuple[str, object, bool, str]] = [
         ("split.labels_at", config.split.labels_at, config.split.labels_at == "server", "server"),
+        (
+            "model.norm_statistics",
+            config.model.norm_statistics,
+            config.model.norm_statistics != "everyone",
+            "average",
+        ),
         ("split.shared", config.split.shared, not config.split.shared, "false"),
         (
             "train.momentum_policy",

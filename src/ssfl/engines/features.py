@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from ssfl.core import cache, draws, progress
 from ssfl.data import augment, gentle
+from ssfl.data.views import kind_of
 from ssfl.models import external
 
 FORMAT = 2
@@ -148,7 +149,7 @@ class Features:
         """
         trunk = module.trunk
         assert isinstance(trunk, nn.Module)
-        kind = gentle.kind_of(weak, strong)
+        kind = kind_of(weak, strong)
         settings: tuple[object, ...] = (
             FORMAT, tuple(mean), tuple(std), flip, external.fingerprint(trunk),
         )  # fmt: skip

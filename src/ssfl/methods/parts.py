@@ -60,6 +60,21 @@ def confident(look: Look, threshold: float | Tensor) -> Tensor:
     return sure if look.taken is None else sure & look.drawn
 
 
+def once_per_image(look: Look) -> Look:
+    """Returns what the model predicts, with one prediction for each image of a user: that of its first view
+    in the round. In `look`, an image that a user draws several times has a prediction for each of its
+    views."""
+    images = look.images.flatten(1)
+    order = images.sort(dim=1, stable=True).indices
+    ordered = images.gather(1, order)
+    begins = torch.nn.functional.pad(ordered[:, 1:] != ordered[:, :-1], (1, 0), value=True)
+    place = torch.arange(images.shape[1], device=images.device).expand_as(images)
+    first = torch.where(begins, place, 0).cummax(1).values  # where the draws of the same image begin
+    source = torch.empty_like(order).scatter_(1, order, order.gather(1, first))
+    everyone = source[:, :, None].expand(look.probabilities.shape)
+    return look._replace(probabilities=look.probabilities.gather(1, everyone))
+
+
 def labelled(look: Look, sure: Tensor, *, fill: bool = False, **extra: Tensor) -> Labels:
     """Returns the pseudo-labels of a round and their mask, for n users with T batches of B images. `sure` [n,
     T · B] says which images are confident. `extra` are further tensors of this shape, which stay together

@@ -1,8 +1,9 @@
 """The method SemiFL (Diao, Ding and Tarokh 2022): users make pseudo-labels once a round and train with a
 "fix" and a "mix" loss, and the server trains last.
 
-Two parts of the published method are left out. One is BatchNorm statistics over every user's images, which a
-real federation could not compute. The other is 5 local epochs with batches of 10 images.
+By default, two parts of the published method are left out. One is BatchNorm statistics over every user's
+images, which a real federation could not compute. The other is 5 local epochs with batches of 10 images. The
+preset semifl-published has both, and docs/fidelity.md says what still differs from the authors' code.
 """
 
 from dataclasses import dataclass
@@ -44,6 +45,7 @@ class SemiFL(Method):
         return 1 + bool(self.mix)
 
     def label(self, look: Look) -> Labels:
+        look = parts.once_per_image(look)
         labels = parts.labelled(look, parts.confident(look, self.threshold), fill=True)
         return parts.mixed(labels, look, self.alpha) if self.mix else labels
 

@@ -186,8 +186,9 @@ class WideBlock(nn.Module):
     """The residual block of a Wide-ResNet: normalisation, activation and convolution, twice (Zagoruyko and
     Komodakis 2016)."""
 
-    def __init__(self, inputs: int, outputs: int, stride: int, norm: str) -> None:
+    def __init__(self, inputs: int, outputs: int, stride: int, norm: str, slope: float = 0.1) -> None:
         super().__init__()
+        self.slope = slope
         self.norm1 = normalisation(norm, inputs)
         self.conv1 = Conv2d(inputs, outputs, 3, stride, 1, bias=False)
         self.norm2 = normalisation(norm, outputs)
@@ -200,11 +201,11 @@ class WideBlock(nn.Module):
         """Returns the block's result. Also returns the sums that a GPU kernel computes with it for the
         normalisation `following` the block, and gets those for its own first normalisation; None if there are
         none."""
-        out, short = activate_and_pass(self.norm1, x, slope=0.1, sums=sums)
+        out, short = activate_and_pass(self.norm1, x, slope=self.slope, sums=sums)
         if isinstance(self.shortcut, nn.Identity):
-            out = convolve_and_activate(self.conv1, self.norm2, out, slope=0.1)
+            out = convolve_and_activate(self.conv1, self.norm2, out, slope=self.slope)
         else:
-            out, again = convolve_activate_and_pass(self.conv1, self.norm2, out, slope=0.1)
+            out, again = convolve_activate_and_pass(self.conv1, self.norm2, out, slope=self.slope)
             short = self.shortcut(again)
         return convolve_and_add(self.conv2, out, short, following)
 
@@ -213,14 +214,17 @@ class WideResNet(nn.Module):
     """Wide-ResNet-28-2 (28 layers, twice the usual width). FixMatch and many later federated methods use this
     network."""
 
+    slope = 0.1
+    """The slope of the activation for negative numbers."""
+
     def __init__(self, classes: int, shape: tuple[int, int, int], norm: str) -> None:
         super().__init__()
         self.in_kernels = norm != "none"
         self.conv = Conv2d(shape[0], 16, 3, 1, 1, bias=False)
         blocks: list[nn.Module] = []
         for inputs, outputs, stride in [(16, 32, 1), (32, 64, 2), (64, 128, 2)]:
-            blocks.append(WideBlock(inputs, outputs, stride, norm))
-            blocks += [WideBlock(outputs, outputs, 1, norm) for _ in range(3)]
+            blocks.append(WideBlock(inputs, outputs, stride, norm, self.slope))
+            blocks += [WideBlock(outputs, outputs, 1, norm, self.slope) for _ in range(3)]
         self.blocks = nn.Sequential(*blocks)
         self.norm = normalisation(norm, 128)
         self.fc = Linear(128, classes)
@@ -231,8 +235,22 @@ class WideResNet(nn.Module):
         norms = [*(block.norm1 for block in blocks[1:]), self.norm]
         for block, following in zip(blocks, norms, strict=True):
             x, sums = block(x, sums, following)
-        x = activate(self.norm, x, slope=0.1, sums=sums)
+        x = activate(self.norm, x, slope=self.slope, sums=sums)
         return self.fc(x.mean((2, 3)))  # type: ignore[no-any-return]
+
+
+class WideResNetRelu(WideResNet):
+    """Wide-ResNet-28-2 as SemiFL's authors use it: with ReLU, initial filters from normal distributions (He
+    et al. 2015, by the number of outputs), and a last layer without initial bias."""
+
+    slope = 0.0
+
+    def __init__(self, classes: int, shape: tuple[int, int, int], norm: str) -> None:
+        super().__init__(classes, shape, norm)
+        for layer in self.modules():
+            if isinstance(layer, Conv2d):
+                nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
+        nn.init.zeros_(self.fc.bias)
 
 
 MODELS = {
@@ -242,8 +260,17 @@ MODELS = {
     "resnet18": ResNet18,
     "vgg11": Vgg11,
     "wide_resnet": WideResNet,
+    "wide_resnet_relu": WideResNetRelu,
 }
-SMALLEST = {"small": 4, "cnn": 8, "resnet9": 8, "resnet18": 8, "vgg11": 16, "wide_resnet": 8}
+SMALLEST = {
+    "small": 4,
+    "cnn": 8,
+    "resnet9": 8,
+    "resnet18": 8,
+    "vgg11": 16,
+    "wide_resnet": 8,
+    "wide_resnet_relu": 8,
+}
 
 
 def suited(shape: tuple[int, int, int], gpu: bool) -> str:

@@ -105,6 +105,8 @@ def views(run: Run, seen: Seen, whose: str = "", others: Sequence[tuple[str, Run
         f"Training images, their weak views (shifted{mirrored}) and their strong views (in addition, two "
         "random operations and a grey square)."
     )
+    if run.config.data.views == "semifl":
+        sentence = sentence.replace("random operations and a grey square", "random operations")
     if run.config.data.views == "gentle":
         sentence = (
             f"Training images and gentle views of them (rotated, zoomed and shifted a little{mirrored}, with "

@@ -141,7 +141,7 @@ def _model(run: Run, data: Dataset) -> tuple[Classifier, int]:
     saved = checkpoints.newest(run.path, torch.device("cpu"))
     if saved is None:
         raise RunError("no model is saved yet")
-    if run.config.model.norm_statistics == "recompute":
+    if run.config.model.norm_statistics in ("recompute", "everyone"):
         raise RunError(
             "the model cannot be used before the run ends, because its BatchNorm statistics are computed then"
         )

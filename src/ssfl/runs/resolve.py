@@ -14,10 +14,11 @@ from ssfl import methods
 from ssfl.config.checks import check
 from ssfl.config.settings import Config, ModelSettings, PrivacySettings, SplitSettings
 from ssfl.core import outside
-from ssfl.data import augment, folds, gentle, sources, split
+from ssfl.data import augment, folds, sources, split
 from ssfl.data.arrays import Data
 from ssfl.data.dataset import Dataset
 from ssfl.data.hands import Hands, Index
+from ssfl.data.views import KINDS
 from ssfl.errors import ConfigError
 from ssfl.models import backbones, networks
 from ssfl.simulate.privacy import library
@@ -31,7 +32,7 @@ def load_data(config: Config, data_object: Data | None = None) -> Dataset:
     """Returns the data set: the images of `data_object`, or those that the section [data] names. Its
     augmentation is that of data.views, unless the data define their own."""
     dataset = _loaded(config, data_object)
-    weak, strong = gentle.KINDS[config.data.views]
+    weak, strong = KINDS[config.data.views]
     return replace(
         dataset,
         weak=weak if dataset.weak == augment.WEAK else dataset.weak,
@@ -205,7 +206,7 @@ def _label_counts(config: Config, dataset: Dataset) -> tuple[int, int | None]:
 
 def _require_labels(config: Config, dataset: Dataset, server_labels: int) -> None:
     """Raises if labels are missing that the network's normalisation or the method need."""
-    if config.model.norm_statistics != "average" and server_labels == 0:
+    if config.model.norm_statistics in ("server", "recompute") and server_labels == 0:
         raise ConfigError(
             f"model.norm_statistics = {config.model.norm_statistics!r} needs labelled images at the server, "
             "and the server has none: set model.norm_statistics=average",

@@ -71,6 +71,7 @@ class SideBySide:
         self.idle: queue.Queue[_Worker] = queue.Queue()
         for worker in self.workers:
             self.idle.put(worker)
+        self.lock = threading.Lock()
         self.error: BaseException | None = None
         """Why all runs must stop: the first error of a run, or the signal that stopped this command."""
 
@@ -107,7 +108,11 @@ class SideBySide:
     def stop(self, error: BaseException) -> BaseException:
         """Lets all workers save and end, because of an error of this command or of one of its runs. A second
         signal ends them at once. Returns the error for which they were first asked to stop."""
-        if self.error is None:
+        with self.lock:
+            if (
+                self.error is not None
+            ):  # they have been asked already, and a second signal would end them at once
+                return self.error
             self.error = error
         processes = [worker.process for worker in self.workers if worker.process is not None]
         try:
@@ -119,7 +124,7 @@ class SideBySide:
             for process in processes:
                 process.kill()
             raise
-        return self.error
+        return error
 
     def close(self) -> None:
         """Ends the worker processes, which have nothing left to do."""
@@ -189,7 +194,8 @@ class _Worker:
 
 
 def _work(connection: Connection, code: Iterable[str]) -> None:
-    """What a worker process does: it plays the runs that it is sent, until there are no more. `code` are the
+    """What a worker process does: it plays the runs that it is sent, until there are no more or a signal
+    stops it. `code` are the
     files and modules that a person typed in this command."""
     # In its own process group, Ctrl-C and signals to the group of the command do not arrive here. The command
     # passes them on, once.
@@ -202,7 +208,10 @@ def _work(connection: Connection, code: Iterable[str]) -> None:
             text, path = connection.recv()
         except EOFError:
             return
-        connection.send(_played(text, path))
+        told, error = _played(text, path)
+        connection.send((told, error))
+        if isinstance(error, Stopped):
+            return
 
 
 def _end_with_parent() -> None:

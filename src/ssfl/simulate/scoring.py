@@ -47,7 +47,7 @@ def logits(model: nn.Module, pool: Pool, images: Tensor) -> Tensor:
     """Returns the network's logits [N, classes], on the CPU, for N uint8 images on the pool's device. The
     logits are averaged over each image and its test views (data.test_views)."""
     model.eval()
-    with torch.no_grad(), _tensor_cores(pool.dtype != pool.wide):
+    with torch.no_grad(), tensor_cores(pool.dtype != pool.wide):
         batch = BATCH
         if pool.features is None and pool.images.device.type == "cpu":
             batch = at_once(images.shape[1:])
@@ -71,7 +71,7 @@ def at_once(shape: Sequence[int]) -> int:
 
 
 @contextmanager
-def _tensor_cores(allowed: bool) -> Iterator[None]:
+def tensor_cores(allowed: bool) -> Iterator[None]:
     """Allows TF32 arithmetic on GPUs inside the `with` block, if `allowed`. TF32 keeps ten bits of each
     number. Callers allow it if training keeps only eight (bfloat16) anyway."""
     cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul

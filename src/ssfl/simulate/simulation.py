@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -20,7 +21,7 @@ from ssfl.core.rows import Layout, row_of, statistics, write_row
 from ssfl.core.statistics import balanced
 from ssfl.data import split
 from ssfl.data.dataset import Dataset
-from ssfl.data.hands import Index
+from ssfl.data.hands import Hands, Index
 from ssfl.engines import choice
 from ssfl.engines.dist import Dist
 from ssfl.engines.memory import peak
@@ -142,6 +143,10 @@ class Simulation:
         is_last = state.round + 1 == self.rounds
         measures_diversity = bool(every and (state.round % every == 0 or is_last) and cohort.users)
         phases = Phases(self.device)
+        if self.config.model.norm_statistics == "everyone" and cohort.users:
+            with phases.during("statistics"):
+                streams = [self._with_statistics(row, self._everyones) for row in state.streams]
+                state = replace(state, streams=torch.stack(streams))
         self.make_views(state.round, phases)
         workers = self._workers(state.round, cohort, users_work, server_work, phases)
         fed = Round(self, state, cohort, workers, measures_diversity)
@@ -267,19 +272,30 @@ class Simulation:
         """Returns the model to evaluate and save, as a row [P + Q] of P weights and Q running statistics. It
         is the averaged model, or its slow average over rounds (federation.slow_average).
 
-        With model.norm_statistics = "recompute", the running statistics are computed anew on the server's
-        images.
+        With model.norm_statistics = "recompute" or "everyone", the running statistics are computed anew.
         """
-        row = evaluated_row(state)
-        if self.config.model.norm_statistics != "recompute":
+        row, kind = evaluated_row(state), self.config.model.norm_statistics
+        if kind not in ("recompute", "everyone"):
             return row
+        return self._with_statistics(row, self.plan.server.images if kind == "recompute" else self._everyones)
+
+    @cached_property
+    def _everyones(self) -> Tensor:
+        """The positions in the pool of the images of the server and of all users."""
+        owned = np.concatenate([self.parts.server, Hands.of(self.parts.users).flat])
+        return torch.from_numpy(owned).to(self.device)
+
+    def _with_statistics(self, row: Tensor, places: Tensor) -> Tensor:
+        """Returns the model `row` [P + Q] with running statistics that are the mean over batches of images,
+        without augmentation. `places` are the positions of the images in the pool. The batches have the size
+        of the server's."""
         write_row(self.model, self.layout, row)
         self.model.train()
         names = {name.rpartition(".")[0] for name in statistics(self.model)}
         norms: list[Any] = [self.model.get_submodule(name) for name in sorted(names)]
         momenta = [layer.momentum for layer in norms]
-        with torch.no_grad():
-            for count, chosen in enumerate(self.plan.server.images.split(self.config.train.batch_size)):
+        with torch.no_grad(), scoring.tensor_cores(self.pool.dtype != self.pool.wide):
+            for count, chosen in enumerate(places.split(self.config.train.batch_of("server"))):
                 for layer in norms:  # so that the statistics become the plain mean over batches
                     layer.momentum = 1 / (count + 1)
                 key = torch.tensor(draws.key(self.config.run.seed, "dropout", count))
