@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -38,12 +39,28 @@ def words(out: Path, *more: str, rounds: int = 4) -> list[str]:
             *(word for one in sets for word in ("--set", one))]  # fmt: skip
 
 
+STARTED: list["subprocess.Popen[str]"] = []
+
+
+@pytest.fixture(autouse=True)
+def nobody_left() -> Iterator[None]:
+    """Whatever a test does, what it started ends with it: workers end when their command does."""
+    yield
+    while STARTED:
+        process = STARTED.pop()
+        process.kill()
+        process.wait()
+
+
 def started(*call: str) -> "subprocess.Popen[str]":
-    return subprocess.Popen(
-        [sys.executable, "-m", "ssfl", *call], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
-        start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    STARTED.append(
+        subprocess.Popen(
+            [sys.executable, "-m", "ssfl", *call], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL,
+            text=True, start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        )
     )  # fmt: skip
+    return STARTED[-1]
 
 
 def in_their_rounds(runs: list[Path]) -> None:
