@@ -1,18 +1,20 @@
 #!/bin/sh
 # What is to be run on a GPU next, in this order; each line goes on where it was stopped when it is called again.
-# Usage: sh benchmarks/screening.sh {contest-letters|contest-cifar10|screen|screen-100|semifl} FOLDER
+# Usage: sh benchmarks/screening.sh {contest-letters|contest-cifar10|screen|screen-100|semifl-look|semifl} FOLDER
 # FOLDER holds cifar10.npz and emnist47.npz. Minutes are estimates for one H200, nothing else on it.
+# Several runs at a time need NVIDIA's MPS (docs/speed.md).
 set -e
 what=$1 data=$2
 common="--set run.checkpoint_every=10000"
 case $what in
-contest-letters) # 8 methods, five half runs to choose by and three seeds each, 10 epochs: about 40 minutes
+contest-letters) # 8 methods, up to seven half runs to choose by and three seeds each, 5 epochs: about 20 minutes
     ssfl contest emnist-47 --methods anchored,alternate,semifl,cbafed,grouping,fl2,crl-gn,server-only --seeds 3 \
-        --set data.path="$data/emnist47.npz" --set federation.epochs=10 $common --out runs/contest-letters ;;
-contest-cifar10) # 10 of 100 users, Dirichlet 0.1, 4,000 labels, 10 epochs: about 60 minutes for these five
+        --set data.path="$data/emnist47.npz" --set federation.epochs=5 $common --jobs 3 \
+        --out runs/contest-letters ;;
+contest-cifar10) # 10 of 100 users, Dirichlet 0.1, 4,000 labels, 4 epochs: about 25 minutes for these five
     ssfl contest cifar10-100 --methods anchored,alternate,semifl,cbafed,server-only --seeds 3 \
-        --set data.path="$data/cifar10.npz" \
-        --set federation.epochs=10 $common --out runs/contest-cifar10 ;;
+        --set data.path="$data/cifar10.npz" --set federation.epochs=4 $common --jobs 2 \
+        --out runs/contest-cifar10 ;;
 screen) # one seed, 5 epochs, ten users, validation images alone: 23 runs, about 40 minutes, three at a time 25
     python -m benchmarks.variants screen --config cifar10-10 --seeds 1 --jobs 3 --out runs/screen \
         --set data.path="$data/cifar10.npz" --set data.validation=0.1 --set run.test=never \
@@ -21,6 +23,9 @@ screen-100) # the same with 10 of 100 users and Dirichlet 0.1: about 25 minutes
     python -m benchmarks.variants screen --config cifar10-100 --seeds 1 --jobs 3 --out runs/screen-100 \
         --set data.path="$data/cifar10.npz" --set data.validation=0.1 --set run.test=never \
         --set federation.epochs=5 $common --json results/screen-cifar10-100-h200.json ;;
+semifl-look) # the first 100 of its 800 rounds; by the authors' curve, test accuracy is about 81 % there
+    ssfl run semifl-published --set data.path="$data/cifar10.npz" --set federation.rounds=100 \
+        --set train.horizon=8 --set run.eval_every=10 --out runs/semifl-look || ssfl resume runs/semifl-look ;;
 semifl) # as published: at most 490,000 steps of all users and 64,000 of the server; 60 to 90 minutes, in parts
     ssfl run semifl-published --set data.path="$data/cifar10.npz" --out runs/semifl-published \
         || ssfl resume runs/semifl-published ;;
