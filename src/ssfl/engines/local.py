@@ -122,9 +122,15 @@ def _are_among(images: Tensor, known: Tensor) -> bool:
 def _require_numbers(labels: Labels) -> None:
     """Raises MethodError if a user's weight, learning rate factor or number of steps is negative or not
     finite."""
-    for name in ("weight", "lr_scale", "steps"):
-        value = getattr(labels, name)
-        if value is not None and not bool(((value >= 0) & value.isfinite()).all()):
+    values = {name: getattr(labels, name) for name in ("weight", "lr_scale", "steps")}
+    usable = {
+        name: ((value >= 0) & value.isfinite()).all() for name, value in values.items() if value is not None
+    }
+    # all at once, because the CPU waits for a GPU here
+    for name, is_usable in zip(
+        usable, torch.stack([*usable.values()]).tolist() if usable else [], strict=True
+    ):
+        if not is_usable:
             raise MethodError(
                 f"label() returned numbers as Labels.{name} that are negative or not finite: return numbers "
                 "of at least 0",
