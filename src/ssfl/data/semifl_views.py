@@ -22,6 +22,8 @@ ALL: tuple[str, ...] = (
     "Sharpness", "ShearX", "ShearY", "Solarize", "TranslateX", "TranslateY",
 )  # fmt: skip
 """The operations. Solarize with its largest magnitude is the same as Invert."""
+NOTHING = len(ALL)
+"""The number that stands for no operation."""
 DRAWS_OF_ONE = 5
 """The random numbers of one operation: which one, whether it is applied, the sign, Cutout's place (y, x)."""
 DRAWS: int = WEAK_DRAWS + 2 * DRAWS_OF_ONE
@@ -55,8 +57,8 @@ def strong_views(images: Tensor, draws: Tensor, flip: bool) -> Tensor:
     views = weak_views(images, draws[:, :WEAK_DRAWS], flip)
     for begin in (WEAK_DRAWS, WEAK_DRAWS + DRAWS_OF_ONE):
         choice, applied, sign, y, x = draws[:, begin : begin + DRAWS_OF_ONE].unbind(1)
-        # -1 is no operation. The authors draw the probability from 0.2 to 0.8 each time, so it is 1/2 in all.
-        op = torch.where(below(applied, 2) == 1, below(choice, len(ALL)), -1)
+        # The authors draw the probability from 0.2 to 0.8 each time, so it is 1/2 in all.
+        op = torch.where(below(applied, 2) == 1, below(choice, len(ALL)), NOTHING)
         views = apply(views, op, below(sign, 2) == 1, y, x)
     return views
 
@@ -66,7 +68,7 @@ SEMIFL = View(strong_views, DRAWS)
 
 def apply(images: Tensor, op: Tensor, negative: Tensor, y: Tensor, x: Tensor) -> Tensor:
     """Returns uint8 images [N, C, H, W] after one operation each. For every image, `op` [N] is the
-    operation's number in `ALL`, or -1 for none. `negative` [N] says whether its direction is reversed, and
+    operation's number in `ALL`, or `NOTHING`. `negative` [N] says whether its direction is reversed, and
     `y` and `x` [N] are the random numbers of Cutout's place."""
     tables = _tables_for(images)
     images = _moved(images, tables.moves[op, negative.long()], tables)
@@ -123,8 +125,8 @@ def _tables_for(images: Tensor) -> _Lookup:
 
 
 def _tables(height: int, width: int) -> _Lookup:
-    """Returns the lookup tables for images of this size. In those by operation, the last entry is that of no
-    operation, which the index -1 selects."""
+    """Returns the lookup tables for images of this size. In those by operation, the last entry is that of
+    `NOTHING`."""
     rows, columns = torch.arange(height).unsqueeze(1), torch.arange(width).unsqueeze(0)
     nowhere = height * width
     here = (rows * width + columns).flatten()
