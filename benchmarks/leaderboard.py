@@ -74,6 +74,9 @@ Each section has two tables. The first has the accuracies, the second the amount
   Contests dated before 2026-11-19 tried three learning rates on one split, and did not go on if the smallest
   or largest was best. A method with such a mark may be better than shown there.
 
+**`semifl` has changed** after the contests of letters and photographs. It now gives an image that is drawn
+several times in a round the same label each time, as published. There, each draw had a label of its own.
+
 Older contests are on [another page](results-contest.md). Their rules were less fair to `semifl`, `fl2` and
 `cbafed`.
 """
@@ -84,7 +87,7 @@ ADD = """
 2. Run your method together with a method of the tables, under the same protocol. Take the command below the
    tables and change only `--methods` and `--out`: `--methods my.py:Mine,anchored --out runs/mine`. Here
    `my.py` is your file and `Mine` the method in it ([Add a method](add-a-method.md)). The contest chooses
-   the learning rate, and the threshold if your method has one.
+   the learning rate, and the threshold if your method has one. `--jobs 2` does two runs at the same time.
 3. Copy `runs/mine/contest.json` to `results/leaderboard/NAME.json`.
 4. Generate this page with `python -m benchmarks.leaderboard`. It reads all files in `results/leaderboard/`.
 5. Open a pull request with the JSON file, this page and your method's file.
