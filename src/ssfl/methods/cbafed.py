@@ -1,9 +1,11 @@
 """The method CBAFed (Li, Li and Wang 2023): thresholds that depend on the class balance, averages weighted by
 numbers of images, and a residual connection between rounds.
 
-Users report how many images of each class they labelled, and all users are sent the sums. One part of the
-published method is left out. There, an image with low confidence is also trained on with its second most
-likely class, if that class is rare.
+Users report how many images of each class they labelled, and all users are sent the sums.
+
+Several parts differ from the authors' code, and lower the accuracy. Users train on strong views instead of
+the weak ones, the server trains less, and the first average with a stored model is left out. Images with low
+confidence are not trained on with their second most likely class. docs/methods.md has all differences.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,9 @@
 """The method RSCFed (Liang et al. 2022): the new model is the mean of three averages, each over a random half
 of the users. In each average, a user has less weight if its model is far from the others.
 
-In the published method, users learn from a mean teacher, and one user has labels and trains first. Here users
-train with the consistency loss, and the server has the labels.
+In the published method, users learn from a mean teacher (a squared error with the weight 0.02, without a
+threshold), and one user has labels and trains first. Here users train with the consistency loss, and the
+server has the labels.
 """
 
 from collections.abc import Sequence
