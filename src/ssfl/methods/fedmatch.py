@@ -13,10 +13,10 @@ Differences from the original:
 
 The learning rate follows the section [train]; the original divides it by 3 on a plateau. The original drops
 small weights and small changes when it sends or evaluates a model; here they are kept. Labelled images are
-seen in weak views instead of unaugmented, and so are unlabelled ones when the received model and the
-helpers predict their labels. Strong views include Cutout. The penalties include biases. The original sets a weight decay
-but never adds it to a loss; here σ or ψ decays by train.weight_decay while it is trained. If users have the
-labels, the original makes batches of 10 labelled images, and divides the unlabelled ones into as many
+seen in weak views instead of unaugmented, and so are unlabelled ones when the received model and the helpers
+predict their labels. Strong views include Cutout. The penalties include biases. The original sets a weight
+decay but never adds it to a loss; here σ or ψ decays by train.weight_decay while it is trained. If users have
+the labels, the original makes batches of 10 labelled images, and divides the unlabelled ones into as many
 batches. Here both kinds come in batches of train.batch_size. Networks and initial weights are those of the
 other methods.
 """
