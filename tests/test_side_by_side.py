@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from ssfl.config.writing import to_toml
 from ssfl.contest import play
 from ssfl.core import plain_files
 from ssfl.runs import folder
+from test_signals import alone, command, nobody_left  # noqa: F401 (a fixture)
 from waiting import command_of, descendants, finished, wait_until
 
 OWN = """from dataclasses import dataclass
@@ -37,30 +37,6 @@ def words(out: Path, *more: str, rounds: int = 4) -> list[str]:
     sets = [*SETS, f"federation.rounds={rounds}"]
     return ["--seeds", "1", "--no-tune", "--quiet", "--out", str(out), *more,
             *(word for one in sets for word in ("--set", one))]  # fmt: skip
-
-
-STARTED: list["subprocess.Popen[str]"] = []
-
-
-@pytest.fixture(autouse=True)
-def nobody_left() -> Iterator[None]:
-    """Whatever a test does, what it started ends with it: workers end when their command does."""
-    yield
-    while STARTED:
-        process = STARTED.pop()
-        process.kill()
-        process.wait()
-
-
-def started(*call: str) -> "subprocess.Popen[str]":
-    STARTED.append(
-        subprocess.Popen(
-            [sys.executable, "-m", "ssfl", *call], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL,
-            text=True, start_new_session=True,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-        )
-    )  # fmt: skip
-    return STARTED[-1]
 
 
 def in_their_rounds(runs: list[Path]) -> None:
@@ -115,8 +91,11 @@ def test_a_worker_gets_the_same_config(name: str, tmp_path: Path) -> None:
 def test_a_signal_to_the_group_saves_all_runs_and_the_same_command_goes_on(
     kind: signal.Signals, tmp_path: Path
 ) -> None:
-    call = ["contest", *words(tmp_path / "cut", "--methods", "anchored,semifl", "--jobs", "2", rounds=80)]
-    process, runs = started(*call), [tmp_path / "cut" / f"{name}-seed1" for name in ("anchored", "semifl")]
+    call = ["contest", *words(tmp_path / "cut", "--methods", "anchored,semifl", "--jobs", "2", rounds=40)]
+    process, runs = (
+        alone(command(*call)),
+        [tmp_path / "cut" / f"{name}-seed1" for name in ("anchored", "semifl")],
+    )
     in_their_rounds(runs)
     workers = descendants(process.pid)
     os.killpg(process.pid, kind)
@@ -134,13 +113,16 @@ def test_a_signal_to_the_group_saves_all_runs_and_the_same_command_goes_on(
 @pytest.mark.slow
 def test_a_killed_worker_is_an_error_and_a_killed_command_leaves_nobody(tmp_path: Path) -> None:
     call = ["contest", *words(tmp_path / "cut", "--methods", "anchored,semifl", "--jobs", "2", rounds=400)]
-    process, runs = started(*call), [tmp_path / "cut" / f"{name}-seed1" for name in ("anchored", "semifl")]
+    process, runs = (
+        alone(command(*call)),
+        [tmp_path / "cut" / f"{name}-seed1" for name in ("anchored", "semifl")],
+    )
     in_their_rounds(runs)
     os.kill(workers_of(process)[0], signal.SIGKILL)
     _, told = finished(process)
     assert process.returncode == 2, told
     assert any(str(run) in told.splitlines()[-1] for run in runs)
-    process = started(*call)
+    process = alone(command(*call))
     wait_until(lambda: len(workers_of(process)) == 2, "the command did not go on")
     workers = descendants(process.pid)
     process.kill()

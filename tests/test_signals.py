@@ -51,8 +51,14 @@ def nobody_left() -> Iterator[None]:
 
 
 def alone(call: list[str]) -> "subprocess.Popen[str]":
-    """A command in a session, and so in a process group, of its own."""
-    STARTED.append(subprocess.Popen(call, stderr=subprocess.PIPE, text=True, start_new_session=True))
+    """A command in a session, and so in a process group, of its own. Ctrl-C works there, also if the shell
+    that started the tests ignores it."""
+    STARTED.append(
+        subprocess.Popen(
+            call, stderr=subprocess.PIPE, text=True, start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        )
+    )  # fmt: skip
     return STARTED[-1]
 
 
