@@ -34,7 +34,7 @@ from ssfl.data import inventory
 from ssfl.data.hands import Hands
 from ssfl.errors import ConfigError, DivergedError, FolderInUse, SsflWarning
 from ssfl.runs import assemble, folder, resolve, same, side_by_side
-from ssfl.runs.side_by_side import Lanes
+from ssfl.runs.side_by_side import Runner
 
 COLLAPSE = 0.1
 """A run has collapsed if its last validation accuracy is more than this below its best. Accuracies are from 0
@@ -134,11 +134,11 @@ def play(
     _same_protocol(out, source, sets, splits.config.model.name)
     choosing = choosing_seeds(splits.validation) if tune else (CHOOSING,)
     images = splits.validation * len(choosing)
-    with side_by_side.lanes(jobs, quiet) as lanes:
-        played = partial(_played, fingerprint=splits.fingerprint, tell=tell, lanes=lanes)
+    with side_by_side.runner(jobs, quiet) as runner:
+        played = partial(_played, fingerprint=splits.fingerprint, tell=tell, runner=runner)
 
         def scores(entries: Iterable[Entry]) -> Iterator[float]:
-            return map(_validation, lanes.each(played, entries))
+            return map(_validation, runner.each(played, entries))
 
         def standing(tries: list[Entry]) -> Standing:
             method, taken = tries[0].method, tries[0].options
@@ -155,10 +155,10 @@ def play(
                 {"options": options, "validation_accuracy": None if end < 0 else end, "images": images}
                 for end, options in scored
             ]
-            results = _standing(method, taken, list(lanes.each(played, entries)))
+            results = _standing(method, taken, list(runner.each(played, entries)))
             return replace(results, tries=tried, tuned=tune, shared_split=splits.shared)
 
-        return ranked(list(lanes.each(standing, wanted.values())))
+        return ranked(list(runner.each(standing, wanted.values())))
 
 
 def ranked(standings: Sequence[Standing]) -> list[Standing]:
@@ -280,7 +280,7 @@ def _same_protocol(out: Path, source: str, sets: Sequence[str], network: str | N
     folder.write_atomic(file, json.dumps({"source": source, "settings": settings_now}, indent=1).encode())
 
 
-def _played(entry: Entry, fingerprint: str, tell: Tell, lanes: Lanes) -> Path | None:
+def _played(entry: Entry, fingerprint: str, tell: Tell, runner: Runner) -> Path | None:
     """Runs one entry of the contest, unless it is finished already. Returns its run folder, or
     None if training diverged. Raises if the folder has a run with other settings, with another version of a
     person's code, or with images of another `fingerprint`."""
@@ -294,7 +294,7 @@ def _played(entry: Entry, fingerprint: str, tell: Tell, lanes: Lanes) -> Path | 
         tell(f"{entry.path.name}: skipped, because it diverged when it was run before: {why}")
         return None
     try:
-        lanes.play(entry.config, entry.path, lambda: tell(entry.path.name))
+        runner.play(entry.config, entry.path, lambda: tell(entry.path.name))
     except DivergedError as error:
         tell(f"{entry.path.name}: {error}")
         return None

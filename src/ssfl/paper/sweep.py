@@ -15,7 +15,7 @@ from ssfl.paper import fidelity, results
 from ssfl.paper.rows import PaperRun, Row
 from ssfl.runs import folder as folders
 from ssfl.runs import same, side_by_side
-from ssfl.runs.side_by_side import Lanes
+from ssfl.runs.side_by_side import Runner
 
 Tell = Callable[[str], None]
 
@@ -93,13 +93,13 @@ def play(rows: list[Row], options: Options, tell: Tell, quiet: bool = False, job
                 value="never",
             )
         same.require(config, path)
-    with side_by_side.lanes(jobs, quiet) as lanes:
-        played = partial(_played, options=options, many_kinds=len(kinds) > 1, tell=tell, lanes=lanes)
+    with side_by_side.runner(jobs, quiet) as runner:
+        played = partial(_played, options=options, many_kinds=len(kinds) > 1, tell=tell, runner=runner)
         plans = [
             Planned(run, seed, path, configs[path], f"[{number}/{len(wanted)}] {path.name}")
             for number, (path, (run, seed)) in enumerate(wanted.items(), 1)
         ]
-        failed = [error for error in lanes.each(played, plans) if error is not None]
+        failed = [error for error in runner.each(played, plans) if error is not None]
     if failed:
         raise failed[-1]
     return list(wanted)
@@ -117,7 +117,9 @@ class Planned:
     """The beginning of every line about this run."""
 
 
-def _played(plan: Planned, options: Options, many_kinds: bool, tell: Tell, lanes: Lanes) -> SsflError | None:
+def _played(
+    plan: Planned, options: Options, many_kinds: bool, tell: Tell, runner: Runner
+) -> SsflError | None:
     """Trains a run, unless it is finished, and writes its results. Returns the error with which training
     diverged, and None otherwise. If the runs need several kinds of data (`many_kinds`), the error of missing
     data is returned, too."""
@@ -131,7 +133,7 @@ def _played(plan: Planned, options: Options, many_kinds: bool, tell: Tell, lanes
         "fidelity": options.fidelity, "scale": options.scale, "seed": plan.seed, "changes": options.changes,
     }  # fmt: skip
     try:
-        lanes.play(plan.config, path, lambda: tell(here))
+        runner.play(plan.config, path, lambda: tell(here))
     except DivergedError as error:  # divergence is a result as well, and the other runs continue
         results.write(path, run, origin | {"diverged": str(error)})
         tell(f"{here}: {error}")

@@ -31,8 +31,8 @@ Item = TypeVar("Item")
 Made = TypeVar("Made")
 
 
-class Lanes(Protocol):
-    """Where runs are played."""
+class Runner(Protocol):
+    """Plays runs: one after another, or several at the same time."""
 
     def each(self, function: Callable[[Item], Made], items: Iterable[Item]) -> Iterator[Made]:
         """Yields the result of `function` for each of the items, in their order. The function plays runs, and
@@ -136,8 +136,8 @@ class SideBySide:
 
 
 @contextmanager
-def lanes(jobs: int, quiet: bool) -> Iterator[Lanes]:
-    """Yields where to play runs, so many at the same time."""
+def runner(jobs: int, quiet: bool) -> Iterator[Runner]:
+    """Yields a runner that plays `jobs` runs at the same time. `quiet` hides the progress of single runs."""
     if jobs == 1:
         yield InTurn(quiet)
         return
