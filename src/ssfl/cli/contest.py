@@ -103,8 +103,7 @@ def contest(
     target = out or Path("runs") / f"contest-{Path(config).stem}"
     ranking = contests.play(
         config, names, seeds, sets=sets or [], choose=choose or [], tune=tune and not choose,
-        equal=equal.value, out=target, tell=tell, quiet=quiet,
-        jobs=jobs,
+        equal=equal.value, out=target, tell=tell, quiet=quiet, jobs=jobs,
     )  # fmt: skip
     print(texts.table(ranking, against))
     origin = {"command": shlex.join(["ssfl", *sys.argv[1:]]), "tuned": tune and not choose}

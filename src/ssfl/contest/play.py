@@ -228,7 +228,8 @@ def _require_playable(entries: Sequence[Entry]) -> Splits:
     users.pop(CHOOSING, None)
     shared = len(users) > 1 and (data.users is not None or len(set(users.values())) == 1)
     fingerprint = inventory.fingerprint(assemble.scaled_for(resolved[0], data))
-    for candidate in entries:  # not only when its turn comes, which may be hours later
+    # now, and not only when a method's turn comes, which may be hours later
+    for candidate in {one.method: one for one in entries}.values():
         for path in candidate.path.parent.glob(f"{glob.escape(label(candidate.method))}-*"):
             same.require_same_parts(candidate.config, path, fingerprint)
     return Splits(resolved[0], counts[0], shared, fingerprint)

@@ -71,8 +71,8 @@ def once_per_image(look: Look) -> Look:
     place = torch.arange(images.shape[1], device=images.device).expand_as(images)
     first = torch.where(begins, place, 0).cummax(1).values  # where the draws of the same image begin
     source = torch.empty_like(order).scatter_(1, order, order.gather(1, first))
-    everyone = source[:, :, None].expand(look.probabilities.shape)
-    return look._replace(probabilities=look.probabilities.gather(1, everyone))
+    places = source[:, :, None].expand(look.probabilities.shape)
+    return look._replace(probabilities=look.probabilities.gather(1, places))
 
 
 def labelled(look: Look, sure: Tensor, *, fill: bool = False, **extra: Tensor) -> Labels:
