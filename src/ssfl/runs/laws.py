@@ -121,7 +121,9 @@ def _laws(config: Config, model: Factory | str | None, mask: float | None) -> It
         return Law(name, worst <= CLOSE, measured if worst <= CLOSE else f"{measured}: {why}")
 
     rated = "users do not train" if mask is None else f"mask rate {mask:.2f}"
-    useful = mask is None or 0.02 <= mask <= 0.98 or "labels" in config.method.needs()
+    # without a threshold, a method may train on all images, as with true labels or a mean teacher
+    all_images = "labels" in config.method.needs() or (mask == 1 and not _has_threshold(config.method))
+    useful = mask is None or 0.02 <= mask <= 0.98 or all_images
     hint = (
         ""
         if useful
@@ -197,15 +199,18 @@ def _another_threshold(method: Method, rate: float) -> str:
     return f"another threshold, such as {shown}"
 
 
+def _has_threshold(method: Method) -> bool:
+    return any(candidate.name == "threshold" for candidate in fields(method))
+
+
 def _with_some_labels(
     config: Config, model: Factory | str | None, fixed: bool
 ) -> tuple[Config, float | None]:
     """Returns the config with a threshold at which some images, but not all, get a pseudo-label. Also returns
     the mask rate, or None if users do not train. A method without a field `threshold` keeps its settings, and
     so does every method if the person has set the threshold (`fixed`)."""
-    has_threshold = any(candidate.name == "threshold" for candidate in fields(config.method))
     tried = [config]
-    if has_threshold and not fixed:
+    if _has_threshold(config.method) and not fixed:
         tried += [replace(config, method=replace(config.method, threshold=t)) for t in THRESHOLDS]  # type: ignore[call-arg]
     best, rate = config, None
     for candidate in tried:
