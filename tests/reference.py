@@ -44,11 +44,15 @@ UNTRAINED = "method.threshold=0.11"
 """With batch normalisation whose running statistics are still those of the first round."""
 TRAIN_MODE = ("grouping", "crl-gn", "crl-bn", "self-training", "fixmatch")
 """Methods that label in training mode."""
-NO_THRESHOLD = ("supervised", "data-sharing", "easgd", "overlap-sgd", "server-only", "fl2", "freematch")
+NO_THRESHOLD = (
+    "supervised", "data-sharing", "easgd", "overlap-sgd", "server-only", "fl2", "freematch", "rscfed",
+)  # fmt: skip
 CHANGED = {
     "semifl": "users take as many steps as their confident images fill",
     "fl2": "users take as many steps as their confident images fill",
-    "cbafed": "the same, and the server joins the average by its number of images instead of training last",
+    "cbafed": "the same, the server joins the average by its number of images instead of training last, and "
+    "users train on weak views, also with rare second classes",
+    "rscfed": "users train with the squared error to a teacher, and the server joins the halves",
     "alternate-attacked": "the gate cuts updates, and their part in each tensor, to the usual length",
 }
 """Cases whose numbers were changed on purpose after the first release, and why."""

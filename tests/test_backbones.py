@@ -248,12 +248,12 @@ def test_a_module_with_a_trunk_and_a_tail_trains_from_features(quick: Make, tmp_
 
 
 @pytest.mark.parametrize(
-    "method", ["anchored", "semifl", "fl2", "cbafed", "fedmatch", "fixmatch", "flexmatch"]
+    "method", ["anchored", "semifl", "fl2", "cbafed", "rscfed", "fedmatch", "fixmatch", "flexmatch"]
 )
 def test_methods_train_from_features_alike_in_both_engines(method: str, quick: Make, tmp_path: Path) -> None:
     small = [one for one in SMALL if not one.startswith("method.") and "users" not in one]
     wanted = [*small, f"method.name={method}", f"split.users={1 if method == 'fixmatch' else 2}"]
-    if method != "fl2":
+    if method not in ("fl2", "rscfed"):
         wanted.append("method.threshold=0.35")
     rows = []
     for engine in ("vmap", "loop"):

@@ -1,10 +1,12 @@
 """The rivals, each rule by numbers computed by hand."""
 
+import math
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -15,7 +17,7 @@ from hand_rounds import Adding, column, played, toy
 from hand_rounds import start as starting
 from ssfl.config.loading import from_dict
 from ssfl.config.settings import Config
-from ssfl.core import schedule, thresholds
+from ssfl.core import draws, schedule, thresholds
 from ssfl.core.cohort import Cohort
 from ssfl.core.rows import write_row
 from ssfl.engines import local
@@ -255,6 +257,80 @@ def test_distance_reweighted_average_by_hand() -> None:
     assert RscFed().by_distance(rows, counts, [1, 1]).tolist() == pytest.approx([expected] * 2)
 
 
+def test_the_server_has_most_of_the_weight_in_its_half_by_hand() -> None:
+    # a user of 100 images at 0 and the server with 50 at 0.7, in one tensor: the server counts six times in
+    # the mean model, 0.7 * 300 / 400, and once more six times in the average
+    rows = torch.tensor([[0.0], [0.7]], dtype=torch.float64)
+    middle = 0.7 * 300 / 400
+    user = 100 * math.exp(-100 * middle / 100)
+    server = 36 * 50 * math.exp(-100 * (0.7 - middle) / 50)
+    found = RscFed().by_distance(rows, torch.tensor([100, 50]), [1], server=True)
+    assert found.item() == pytest.approx(0.7 * server / (user + server))
+
+
+def test_the_server_is_drawn_into_halves_like_a_user() -> None:
+    rows, counts = torch.eye(10, dtype=torch.float64), torch.full((10,), 10**9)
+    method = RscFed(consensus=1, server_factor=2.0)
+    drawn = 0
+    for key in range(60):
+        shares = method.sub_consensus(rows, counts, [10], torch.tensor(key), server=True)
+        assert (shares > 1e-6).sum() == 5
+        # with the server there are four users of weight 1 and the server with 2 times 2
+        expected = [0.125] * 4 + [0.5] if shares[-1] > 0.3 else [0.2] * 5
+        assert sorted(shares.tolist())[-5:] == pytest.approx(expected, rel=1e-4)
+        drawn += bool(shares[-1] > 0.3)
+    assert 15 < drawn < 45
+
+
+def test_rscfeds_server_trains_beside_the_users() -> None:
+    sim = toy("rscfed", "split.users=2", "method.scale=0", "method.server_scale=0", server=True)
+    workers = Adding([2, 5], [30])
+    new, fed = played(sim, starting([10], 11.0), PAIR, workers)
+    assert workers.served == [[11]]
+    # users are at 12 and 15 with 100 images each; the server is at 41, and its two images count 36 times
+    rows, counts = torch.tensor([[12.0], [15.0], [41.0]]), torch.tensor([100, 100, 72])
+    averages = []
+    for turn in range(3):
+        order = draws.fold(draws.fold(fed.key("consensus"), turn), torch.arange(3)).argsort()
+        half = order[:2]  # two of three
+        averages.append(float((counts[half, None] * rows[half]).sum() / counts[half].sum()))
+    assert new.average.item() == pytest.approx(sum(averages) / 3)
+    assert new.streams.tolist() == [new.average.tolist()]
+    nobody = Cohort((0, 1), (), ((),), (), ())
+    new, _ = played(sim, starting([10], 11.0), nobody, workers)
+    assert new.average.item() == 41
+
+
+def test_rscfed_step(quick: Make) -> None:
+    """The loss of the authors' code: the squared distance to the teacher's sharpened prediction."""
+    settings = ["method.name=rscfed", "federation.period=1", "method.consistency=3"]
+    sim, start, new, looked = one_step(quick, *settings)
+    batch = make_batch(sim.pool, looked, 0)
+    taught = make_batch(sim.pool, replace(looked, views=("weak",)), 0).weak
+    assert taught is not None
+    student = batch.tensors["view"][0]
+    assert not torch.equal(student, taught[0])
+    write_row(sim.model, sim.layout, start.average)
+    with torch.no_grad():
+        target = sim.model.eval()(taught[0]).softmax(1) ** 2
+        target = target / target.sum(1, keepdim=True)
+    squared = (sim.model.train()(student).softmax(1) - target) ** 2
+    loss = 3 * squared.sum() / len(student)
+    sim.model.zero_grad()
+    loss.backward()
+    gradient = torch.cat([p.grad.flatten() for p in sim.model.parameters() if p.grad is not None])
+    assert gradient.norm() < 5  # so it is not clipped
+    expected = start.average[: sim.layout.weights] - looked.rates[0] * gradient
+    assert torch.allclose(new.average[: sim.layout.weights], expected, atol=1e-12)
+
+
+def test_every_image_counts_in_rscfed(quick: Make) -> None:
+    sim = assemble.make(quick("method.name=rscfed", "federation.head_start=0"))
+    _, (event, *_) = sim.play(sim.initial())
+    assert event["mask_rate"] == 1
+    assert event["pseudo_accuracy"] < 1
+
+
 def test_sub_consensus_is_a_mean_of_halves() -> None:
     rows = torch.rand(10, 6, dtype=torch.float64)
     counts = torch.full((10,), 10**9)  # so many images that distance does not count: plain means of five
@@ -286,7 +362,11 @@ def test_server_momentum_goes_on(name: str) -> None:
 RIVALS = ["semifl", "fl2", "rscfed", "cbafed", "fedprox", "flexmatch", "freematch"]
 
 
-@pytest.mark.parametrize("name", [*(name for name in RIVALS if name != "cbafed"), "alternate", "fedmatch"])
+BESIDE = ("rscfed", "cbafed")
+"""Rivals whose server trains at the same time as the users."""
+
+
+@pytest.mark.parametrize("name", [*(name for name in RIVALS if name not in BESIDE), "alternate", "fedmatch"])
 def test_the_server_has_the_last_word(name: str) -> None:
     sim = toy(name, "split.users=2", server=True)
     memory = {"velocity": column(0), "counts": torch.ones(2), "stored": torch.zeros(0), "last": column(0, 0)}
@@ -402,14 +482,13 @@ def test_where_no_user_is_sure_of_an_image_the_server_trains_as_if_none_had_come
 
 
 @pytest.mark.parametrize("policy", ["user", "slot"])
-def test_who_is_sure_of_no_image_leaves_no_trace_in_momentum_or_residual(quick: Make, policy: str) -> None:
+def test_who_is_sure_of_no_image_leaves_no_trace_in_momentum(quick: Make, policy: str) -> None:
     settings = ("method.name=cbafed", "method.threshold=1.0", "method.highest=1.0", "method.residual=2",
                 "federation.head_start=0", f"train.momentum_policy={policy}")  # fmt: skip
     sim = assemble.make(quick(*settings))
     state = sim.initial()
     for _ in range(4):
         state, _ = sim.play(state)
-    assert not len(state.memory["stored"])
     assert not state.momentum[:-1].any()
     assert state.momentum[-1].any()
 
@@ -421,28 +500,86 @@ def test_doubtful_users_weigh_more() -> None:
     assert weight.tolist() == pytest.approx([0.25, 2 / 3])
 
 
-def test_users_weigh_by_the_different_images_that_they_labelled() -> None:
-    images = torch.tensor([[[7, 7], [8, 9]], [[3, 4], [5, 6]]])
+def test_users_weigh_and_count_by_the_different_images_that_they_labelled() -> None:
+    # the first user draws image 7 three times; its first view decides, for all draws
+    images = torch.tensor([[[7, 8], [7, 7]], [[3, 4], [5, 6]]])
     said = torch.cat([SAID, SAID * 0.5])
     made = find("cbafed")(threshold=0.75).label(look(said, images))  # type: ignore[call-arg]
-    assert made.weight.tolist() == [2, 0]  # sure of the first and the last
-    assert made.report["counts"].tolist() == [[2, 0, 0], [0, 0, 0]]
+    assert made.weight.tolist() == [1, 0]
+    assert made.report["counts"].tolist() == [[1, 0, 0], [0, 0, 0]]
+    assert made.report["images"].tolist() == [1, 0]
+    assert made.images[0].flatten().tolist()[:3] == [7, 7, 7]
+    assert made.tensors["labels"][0].flatten().tolist()[:3] == [0, 0, 0]
 
 
-def test_averages_over_rounds(quick: Make) -> None:
+@given(seed=st.integers(0, 10**6), concentration=st.sampled_from([0.02, 0.3]))
+def test_cbafeds_labels_are_those_of_a_plain_reading(seed: int, concentration: float) -> None:
+    """Image after image in numpy, as in the authors' code: confident ones get the first class, and others
+    the second one if it is rare."""
+    rng = np.random.default_rng(seed)
+    said = rng.dirichlet([concentration] * 4, size=(2, 12))
+    images = 50 * np.arange(2)[:, None] + rng.integers(0, 8, (2, 12))
+    counts = np.ceil(rng.dirichlet([0.5] * 4) * 100)
+    share = counts / counts.sum() * 4 / 10
+    limit = np.minimum(share + 0.84 - share.std(ddof=1), 0.95)
+    seen = Look(
+        torch.from_numpy(said), torch.from_numpy(images.reshape(2, 3, 4)), torch.arange(2),
+        {"counts": torch.from_numpy(counts).expand(2, -1)}, False,
+    )  # fmt: skip
+    made = find("cbafed")().label(seen)
+    for user in range(2):
+        first: dict[int, np.ndarray] = {}
+        label: dict[int, int] = {}
+        trained = []
+        for image, probabilities in zip(images[user].tolist(), said[user], strict=True):
+            best, second = np.argsort(-first.setdefault(image, probabilities))[:2]
+            if first[image][best] >= limit[best]:
+                label[image] = int(best)
+            elif share[second] < 0.03:
+                label[image] = int(second)
+            if image in label:
+                trained.append((image, label[image]))
+        assert made.weight[user] == made.report["images"][user] == len(label)
+        assert made.report["counts"][user].tolist() == np.bincount([*label.values()], minlength=4).tolist()
+        assert made.steps[user] == -(-len(trained) // 4)
+        pairs = zip(made.images[user].flatten().tolist(), made.tensors["labels"][user].flatten().tolist(),
+                    strict=True)  # fmt: skip
+        assert [*pairs][: len(trained)] == trained
+
+
+def test_cbafed_step(quick: Make) -> None:
+    """Users train on weak views."""
+    settings = ["method.name=cbafed", "federation.period=1", "train.clip=1", "method.threshold=0.1"]
+    sim, start, new, looked = one_step(quick, *settings)
+    batch = make_batch(sim.pool, looked, 0)
+    assert batch.weak is not None
+    assert batch.strong is None
+    write_row(sim.model, sim.layout, start.average)
+    sim.model.zero_grad()
+    functional.cross_entropy(sim.model.train()(batch.weak[0]), batch.tensors["labels"][0]).backward()
+    assert batch.tensors["mask"].all()
+    assert torch.allclose(new.average[: sim.layout.weights], moved(sim, start, looked.rates[0]), atol=1e-12)
+
+
+@pytest.mark.parametrize("head_start", [0, 0.4])
+def test_the_residual_begins_with_the_servers_model(quick: Make, head_start: float) -> None:
     settings = ["method.name=cbafed", "method.threshold=0.11", "method.highest=0.11", "run.engine=loop",
-                "federation.head_start=0"]  # fmt: skip
-    sim = assemble.make(quick(*settings, "method.residual=2", "federation.slow_average=0.9"))
+                f"federation.head_start={head_start}", "federation.slow_average=0.9"]  # fmt: skip
+    sim = assemble.make(quick(*settings, "federation.rounds=10", "method.residual=2"))
+    plain = assemble.make(quick(*settings, "federation.rounds=10", "method.residual=0"))
     states = [sim.initial()]
-    for _ in range(4):
+    for _ in range(10):
         states.append(sim.play(states[-1])[0])
-    # a new model every round; in every second it is kept, and halved with the one kept before, if any
-    plain = assemble.make(quick(*settings, "method.residual=0"))
-    assert torch.equal(states[2].average, plain.play(states[1])[0].average)
-    assert torch.equal(states[3].memory["stored"], states[2].average)
-    unmixed = plain.play(states[3])[0].average
-    assert torch.allclose(states[4].average, (unmixed + states[2].average) / 2, atol=1e-7)
-    assert torch.equal(states[4].memory["stored"], states[4].average)
+    alone = int(10 * head_start)  # rounds of the server alone
+    stored = states[alone].average if alone else None
+    for number in range(alone, 10):
+        unmixed, now = plain.play(states[number])[0].average, states[number + 1].average
+        if (number - alone) in (2, 4, 6, 8):  # the third round with users, the fifth, ...
+            mixed = unmixed if stored is None else (unmixed + stored) / 2
+            assert torch.allclose(now, mixed, atol=1e-7)
+            stored = now
+        else:
+            assert torch.equal(now, unmixed)
     check_slow(sim, states)
 
 
@@ -495,8 +632,9 @@ CUT = {"train.weight_decay": 5e-4, "train.clip": 1.0, "method.momentum": 0.5}
 PUBLISHED: dict[str, dict[str, Any]] = {
     "semifl": CUT | {"method.threshold": 0.95, "method.mix": 1.0, "method.alpha": 0.75},
     "fl2": CUT | {"method.sharpness": 0.1, "federation.head_start": 0.1},
-    "rscfed": {"method.consensus": 3, "method.scale": 1e4, "train.weight_decay": 5e-4, "train.clip": 5.0}
-    | {"federation.head_start": 0.1},
+    "rscfed": {"method.consensus": 3, "method.scale": 1e4, "method.server_scale": 100.0}
+    | {"method.server_factor": 6.0, "method.consistency": 0.02}
+    | {"train.weight_decay": 5e-4, "train.clip": 5.0, "federation.head_start": 0.1},
     "cbafed": {"method.threshold": 0.84, "method.highest": 0.95, "method.residual": 5}
     | {"train.weight_decay": 5e-4, "train.clip": 5.0, "federation.head_start": 0.1},
     "fedprox": {"method.proximal": 0.01},
@@ -506,7 +644,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     | {"method.interval": 10, "method.supervised": 10.0, "method.consistency": 0.01}
     | {"method.agreement": 0.01, "method.l2": 10.0},
 }
-ONCE = ("semifl", "fl2", "cbafed", "flexmatch", "freematch")
+ONCE = ("semifl", "fl2", "rscfed", "cbafed", "flexmatch", "freematch")
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -623,24 +761,6 @@ def test_every_method_bears_a_head_start(quick: Make, name: str) -> None:
         state, (event, *_) = sim.play(state)
     assert torch.isfinite(state.average).all()
     assert event["returned"]
-
-
-def test_a_kept_model_is_one_that_users_had_a_part_in(quick: Make) -> None:
-    sim = assemble.make(
-        quick(
-            "method.name=cbafed",
-            "method.residual=1",
-            "method.threshold=0.3",
-            "federation.head_start=0.5",
-            "federation.rounds=4",
-        )
-    )
-    state = sim.initial()
-    kept = []
-    for _ in range(3):
-        state, _ = sim.play(state)
-        kept.append(len(state.memory["stored"]) > 0)
-    assert kept == [False, False, True]
 
 
 @given(share=st.floats(0, 0.9), rounds=st.integers(1, 10**9))

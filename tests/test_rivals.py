@@ -219,6 +219,7 @@ def test_cbafeds_server_joins_the_average_by_its_number_of_images() -> None:
     counts = torch.tensor([[3.0, 0.0], [0.0, 1.0]], dtype=torch.float64)
     report = {"counts": counts, "images": torch.tensor([3.0, 1.0], dtype=torch.float64)}
     memory = {"counts": torch.ones(2).double(), "stored": torch.zeros(0).double()}
+    memory["rounds"] = torch.zeros(1, dtype=torch.int64)
     workers = Adding([1, 5], [30], weight=[3, 1], report=report)
     new, _ = played(sim, start([10], 10.0, **memory), cohort, workers)
     # users 11 and 15 weigh 3 and 1; the server trains the model that they were sent, and has 2 labels: 40

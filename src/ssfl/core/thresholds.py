@@ -45,16 +45,23 @@ def free(probabilities: Tensor) -> Tensor:
 
 
 def balanced(probabilities: Tensor, threshold: float, counts: Tensor, highest: float) -> Tensor:
-    """Returns CBAFed's thresholds, [n, classes]. The share of a class is its part of the images that were
-    trained on in the last round. Classes with a larger share get higher thresholds.
+    """Returns CBAFed's thresholds, [n, classes]. Classes with a larger share of the images that were trained
+    on in the last round get higher thresholds.
 
     A class's threshold is `threshold` + share - standard deviation of all shares, limited to the range from 0
-    to `highest`. Shares come from `counts` [n, classes], the numbers of images that were trained on. The
-    server counts these images over all users and itself, and sends the counts to each of n users. Shares are
-    scaled so that an even share is 1/10, whatever the number of classes. If all counts are zero, every class
-    gets `threshold`. Of `probabilities`, only the number type is used.
+    to `highest`. Shares come from `counts` [n, classes], see `class_shares`. If all counts are zero, every
+    class gets `threshold`. Of `probabilities`, only the number type is used.
     """
-    total = counts.sum(1, keepdim=True)
-    part = (counts / total).to(probabilities) * counts.shape[1] / 10
-    by_class = (part + threshold - part.std(1, keepdim=True)).clamp(0, highest)
-    return torch.where(total > 0, by_class, threshold).to(probabilities)
+    share = class_shares(counts).to(probabilities)
+    by_class = (share + threshold - share.std(1, keepdim=True)).clamp(0, highest)
+    return torch.where(share.isnan(), threshold, by_class)
+
+
+def class_shares(counts: Tensor) -> Tensor:
+    """Returns the share of each class in the images that were trained on in the last round, [n, classes].
+    Shares are scaled so that an even share is 1/10, whatever the number of classes.
+
+    `counts` [n, classes] are the numbers of these images. The server counts them over all users and itself,
+    and sends the counts to each of n users. If all counts are zero, the shares are not a number.
+    """
+    return counts / counts.sum(1, keepdim=True) * counts.shape[1] / 10

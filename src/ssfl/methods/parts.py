@@ -60,18 +60,22 @@ def confident(look: Look, threshold: float | Tensor) -> Tensor:
     return sure if look.taken is None else sure & look.drawn
 
 
-def once_per_image(look: Look) -> Look:
-    """Returns what the model predicts, with one prediction for each image of a user: that of its first view
-    in the round. In `look`, an image that a user draws several times has a prediction for each of its
-    views."""
-    images = look.images.flatten(1)
+def first_draws(images: Tensor) -> Tensor:
+    """Returns for each of m draws of n users at which of the m places the same image is drawn for the first
+    time, [n, m]. `images` [n, m] are the numbers of the images that are drawn."""
     order = images.sort(dim=1, stable=True).indices
     ordered = images.gather(1, order)
     begins = torch.nn.functional.pad(ordered[:, 1:] != ordered[:, :-1], (1, 0), value=True)
     place = torch.arange(images.shape[1], device=images.device).expand_as(images)
     first = torch.where(begins, place, 0).cummax(1).values  # where the draws of the same image begin
-    source = torch.empty_like(order).scatter_(1, order, order.gather(1, first))
-    places = source[:, :, None].expand(look.probabilities.shape)
+    return torch.empty_like(order).scatter_(1, order, order.gather(1, first))
+
+
+def once_per_image(look: Look) -> Look:
+    """Returns what the model predicts, with one prediction for each image of a user: that of its first view
+    in the round. In `look`, an image that a user draws several times has a prediction for each of its
+    views."""
+    places = first_draws(look.images.flatten(1))[:, :, None].expand(look.probabilities.shape)
     return look._replace(probabilities=look.probabilities.gather(1, places))
 
 
