@@ -77,9 +77,10 @@ Each section has two tables. The first has the accuracies, the second the amount
 **`semifl` has changed** after the contests of letters and photographs. It now gives an image that is drawn
 several times in a round the same label each time, as published. There, each draw had a label of its own.
 
-**`cbafed` is not CBAFed yet, and `rscfed` has only RSCFed's average.** Comparisons with their authors'
-code found differences that matter: [`cbafed`](methods.md#cbafed), [`rscfed`](methods.md#rscfed). Do not quote
-their accuracies as those of the published methods.
+**`cbafed` and `rscfed` have changed** after all contests on this page. Their rows are of commits with former
+versions, which differed from the authors' code in ways that matter. Do not quote them as accuracies of the
+published methods. The present versions are closer: [`cbafed`](methods.md#cbafed),
+[`rscfed`](methods.md#rscfed).
 
 Older contests are on [another page](results-contest.md). Their rules were less fair to `semifl`, `fl2` and
 `cbafed`.
