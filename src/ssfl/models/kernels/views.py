@@ -1,8 +1,7 @@
 """Augmented views of images on a GPU, and the random numbers for them. Their GPU code is in `triton_views.py`
 and `triton_draws.py`; `data/augment.py` and `engines/work.py` have plain PyTorch code for the same bytes."""
 
-from functools import cache
-from importlib import metadata
+from importlib import metadata, util
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +15,11 @@ if TYPE_CHECKING:
 
 TRITON = (3, 4)
 """The oldest version of Triton that can compile the kernels."""
+HAS_TRITON = (
+    util.find_spec("triton") is not None
+    and tuple(int(part) for part in metadata.version("triton").split(".")[:2]) >= TRITON
+)
+"""Whether Triton is new enough. A constant, because compiled code cannot look up versions."""
 MOST_PIXELS = 64 * 64
 """The largest images of which the kernels make views. A Triton program holds a whole image in registers."""
 _TABLES: dict[tuple[int, int, torch.device], "Tables"] = {}
@@ -32,14 +36,8 @@ def suit(images: Tensor, view: augment.View, dtype: torch.dtype) -> bool:
         and images.shape[2] * images.shape[3] <= MOST_PIXELS
         and images.is_contiguous()
         and convolution.usable()
-        and _triton() >= TRITON
+        and HAS_TRITON
     )
-
-
-@cache
-def _triton() -> tuple[int, ...]:
-    """Returns the first two numbers of the installed version of Triton."""
-    return tuple(int(part) for part in metadata.version("triton").split(".")[:2])
 
 
 def make(
