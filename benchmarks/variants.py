@@ -108,7 +108,34 @@ SCREEN: Variants = {
 }  # fmt: skip
 """Ideas to try with one seed on photographs (learning rate 0.1). Those that help are repeated with more
 seeds. Run it from the repository's root, where `IDEAS` is found."""
-SETS = {"anchored": ANCHORED, "norms": NORMS, "screen": SCREEN}
+_HARSH = {
+    "default": [],
+    "threshold 0.4": ["method.threshold=0.4"],
+    "three times the learning rate": ["train.lr=0.09"],
+    "nine times the learning rate": ["train.lr=0.27"],
+    "one label per class": ["split.server_labels=10"],
+    "one label per class, threshold 0.4": ["split.server_labels=10", "method.threshold=0.4"],
+    "one label per class, three times the learning rate": ["split.server_labels=10", "train.lr=0.09"],
+    "one class per user, full pace": ["split.skew=1", "method.pace=full"],
+    "one class per user, full pace, threshold 0.4": [
+        "split.skew=1", "method.pace=full", "method.threshold=0.4",
+    ],
+    "one step of the server": ["train.server_steps=1"],
+    "one step of the server, threshold 0.4": ["train.server_steps=1", "method.threshold=0.4"],
+}  # fmt: skip
+_HELD_OUT = "train.server_held_out=0.2"
+GUARD: Variants = {
+    f"{condition}: {guard}": [*sets, *more]
+    for condition, sets in _HARSH.items()
+    for guard, more in {
+        "guard": [],
+        "no guard": ["method.guard=false"],
+        "guard, labels held out": [_HELD_OUT],
+        "no guard, labels held out": [_HELD_OUT, "method.guard=false"],
+    }.items()
+}
+"""Conditions in which `anchored` may collapse, with and without its guard."""
+SETS = {"anchored": ANCHORED, "norms": NORMS, "screen": SCREEN, "guard": GUARD}
 """The sets of variants, by the name that the command takes."""
 
 
@@ -133,7 +160,12 @@ def played(options: argparse.Namespace, name: str, sets: list[str], seed: int) -
             train.begin_or_resume(config, folder)
     summary = runs.read_summary(folder) or {}
     keys = ("validation_accuracy", "accuracy", "seconds", "device", "commit")
-    return result | {key: summary.get(key) for key in keys}
+    events = list(runs.read_events(folder))
+    measured = [one["validation_accuracy"] for one in events if "validation_accuracy" in one]
+    return result | {key: summary.get(key) for key in keys} | {
+        "best_validation_accuracy": max(measured, default=None),
+        "discarded_rounds": sum(one.get("alone", 0) for one in events),  # by the guard of `anchored`
+    }  # fmt: skip
 
 
 def _rounds(options: argparse.Namespace, sets: list[str]) -> list[str]:
