@@ -77,10 +77,12 @@ Each section has two tables. The first has the accuracies, the second the amount
 **`semifl` has changed** after the contests of letters and photographs. It now gives an image that is drawn
 several times in a round the same label each time, as published. There, each draw had a label of its own.
 
-**`cbafed` and `rscfed` have changed** after all contests on this page. Their rows are of commits with former
-versions, which differed from the authors' code in ways that matter. Do not quote them as accuracies of the
-published methods. The present versions are closer: [`cbafed`](methods.md#cbafed),
-[`rscfed`](methods.md#rscfed).
+**`cbafed` and `rscfed` have changed** after the contests of letters and photographs. There, their rows are
+of former versions, which differed from the authors' code in ways that matter. Do not quote them as accuracies
+of the published methods. The present versions are closer: [`cbafed`](methods.md#cbafed),
+[`rscfed`](methods.md#rscfed). On digits, only these two methods were run again.
+
+If a method was run again under the same protocol, the page shows its newest row.
 
 Older contests are on [another page](results-contest.md). Their rules were less fair to `semifl`, `fl2` and
 `cbafed`.
@@ -215,7 +217,8 @@ def protocol(contest: dict[str, Any]) -> str:
 def _tables(contests: Sequence[tuple[str, dict[str, Any]]]) -> str:
     """Returns the two Markdown tables of one protocol, best method first. Methods with diverged seeds come
     after all others. Lines between the tables explain this, and name methods that stayed near guessing."""
-    rows = _merged([Row(one, (name,)) for name, contest in contests for one in contest["standings"]])
+    by_date = sorted(contests, key=lambda contest: contest[1]["date"])
+    rows = _newest([Row(one, (name,)) for name, contest in by_date for one in contest["standings"]])
     rows.sort(key=lambda row: (row.standing["diverged"] > 0, -(row.standing["mean"] or 0.0)))
     accuracy = [_accuracy(row, None if row is rows[0] else rows[0]) for row in rows]
     notes = "\n".join(f"- {line}" for row in rows for line in _notes(row))
@@ -257,14 +260,19 @@ def _notes(row: Row) -> list[str]:
     ]  # fmt: skip
 
 
-def _merged(rows: Sequence[Row]) -> list[Row]:
-    """Returns the rows without repetitions. If a method has the same settings and accuracies in several
-    files, it gets one row that names all of them."""
+def _newest(rows: Sequence[Row]) -> list[Row]:
+    """Returns one row for each method: its last one, because the method may have changed since the others. If
+    other rows have the same settings and accuracies, the row names their files too."""
     found: dict[str, Row] = {}
     for row in rows:
-        key = repr((row.standing["method"], row.standing["options"], sorted(row.accuracies.items())))
-        found[key] = replace(row, files=(*found[key].files, *row.files)) if key in found else row
+        method = row.standing["method"]
+        same = method in found and _result(found[method]) == _result(row)
+        found[method] = replace(row, files=(*found[method].files, *row.files)) if same else row
     return list(found.values())
+
+
+def _result(row: Row) -> tuple[list[str], dict[int, float]]:
+    return row.standing["options"], row.accuracies
 
 
 def _markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:

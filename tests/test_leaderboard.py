@@ -89,16 +89,19 @@ def test_the_page_names_methods_with_runs_that_stayed_near_guessing(tmp_path: Pa
     assert lines == [f"- {collapsed}", f"- {guessed}"]
 
 
-def test_a_method_with_equal_results_in_two_files_has_one_row(tmp_path: Path) -> None:
+def test_a_method_has_one_row_its_newest(tmp_path: Path) -> None:
     files = written(
         tmp_path,
+        alpha=contest(standing("fl2", [88, 87, 85]), date="2026-11-18T09:00:00+00:00"),
         one=contest(standing("anchored", [90, 92, 94]), standing("semifl", [89, 93, 91])),
         two=contest(standing("anchored", [90, 92, 94]), standing("fl2", [88, 87, 86])),
-        zoo=contest(standing("fl2", [88, 87, 85])),
     )
     rows = [line for line in leaderboard.page(files).splitlines() if line.startswith("| `")]
-    assert len(rows) == 2 * 4
-    assert next(row for row in rows if "one.json" in row and "two.json" in row).startswith("| `anchored`")
+    assert [row.split("`")[1] for row in rows] == 2 * ["anchored", "semifl", "fl2"]
+    assert "one.json" in rows[3]
+    assert "two.json" in rows[3]
+    assert "alpha.json" in rows[5]
+    assert "two.json" not in rows[5]
 
 
 def test_files_that_do_not_say_how_they_came_about_are_refused(tmp_path: Path) -> None:
