@@ -1,12 +1,15 @@
 #!/bin/sh
 # What is to be run on a GPU next, in this order; each line goes on where it was stopped when it is called again.
-# Usage: sh benchmarks/screening.sh {contest-letters|contest-cifar10|screen|screen-100|semifl-look|semifl} FOLDER
+# Usage: sh benchmarks/screening.sh {paper-letters|contest-letters|contest-cifar10|screen|screen-100|semifl-look|semifl} FOLDER
 # FOLDER holds cifar10.npz and emnist47.npz. Minutes are estimates for one H200, nothing else on it.
 # Several runs at a time need NVIDIA's MPS (docs/speed.md).
 set -e
 what=$1 data=$2
 common="--set run.checkpoint_every=10000"
 case $what in
+paper-letters) # the twelve runs on letters that are missing in results/paper, 100 epochs: about 20 minutes, five at a time
+    printf '%s\n' "3 --only R0.9-" 48 "6 --only T32-" "6 --only T8-" "6 --only T4-" 41 40 "6 --only T2-" | xargs -P 3 -L 1 \
+        ssfl paper run --data "$data/emnist47.npz" --jobs 2 --quiet --out runs/paper ;;
 contest-letters) # 8 methods, up to seven half runs to choose by and three seeds each, 5 epochs: about 20 minutes
     ssfl contest emnist-47 --methods anchored,alternate,semifl,cbafed,grouping,fl2,crl-gn,server-only --seeds 3 \
         --set data.path="$data/emnist47.npz" --set federation.epochs=5 $common --jobs 3 \
@@ -26,7 +29,8 @@ screen-100) # the same with 10 of 100 users and Dirichlet 0.1: about 25 minutes
 semifl-look) # the first 100 of its 800 rounds; by the authors' curve, test accuracy is about 81 % there
     ssfl run semifl-published --set data.path="$data/cifar10.npz" --set federation.rounds=100 \
         --set train.horizon=8 --set run.eval_every=10 --out runs/semifl-look || ssfl resume runs/semifl-look ;;
-semifl) # as published: at most 490,000 steps of all users and 64,000 of the server; 60 to 90 minutes, in parts
+semifl) # as published: at most 490,000 steps of all users and 64,000 of the server. Beside five other runs, a round took
+    # 4.5 s; alone it was not timed. A checkpoint has the momentum of 100 users: 611 MB
     ssfl run semifl-published --set data.path="$data/cifar10.npz" --out runs/semifl-published \
         || ssfl resume runs/semifl-published ;;
 *) echo "no job $what" >&2; exit 2 ;;
