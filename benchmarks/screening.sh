@@ -7,7 +7,7 @@ set -e
 what=$1 data=$2
 common="--set run.checkpoint_every=10000"
 case $what in
-paper-letters) # the twelve runs on letters that are missing in results/paper, 100 epochs: about 20 minutes, five at a time
+paper-letters) # the twelve runs on letters that are missing in results/paper, 100 epochs: about 20 minutes, six at a time
     printf '%s\n' "3 --only R0.9-" 48 "6 --only T32-" "6 --only T8-" "6 --only T4-" 41 40 "6 --only T2-" | xargs -P 3 -L 1 \
         ssfl paper run --data "$data/emnist47.npz" --jobs 2 --quiet --out runs/paper ;;
 contest-letters) # 8 methods, up to seven half runs to choose by and three seeds each, 5 epochs: about 20 minutes
