@@ -74,8 +74,9 @@ Each section has two tables. The first has the accuracies, the second the amount
   Contests dated before 2026-11-19 tried three learning rates on one split, and did not go on if the smallest
   or largest was best. A method with such a mark may be better than shown there.
 
-**`semifl` has changed** after the contests of letters and photographs. It now gives an image that is drawn
-several times in a round the same label each time, as published. There, each draw had a label of its own.
+**`semifl` has changed** after the contests of letters (`emnist-47`) and photographs (`cifar10-100` and both
+contests of `pictures`). It now gives an image that is drawn several times in a round the same label each
+time, as published. There, each draw had a label of its own.
 
 **`cbafed` and `rscfed` have changed** after the contests of letters and photographs. There, their rows are
 of former versions, which differed from the authors' code in ways that matter. Do not quote them as accuracies
