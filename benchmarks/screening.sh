@@ -1,6 +1,6 @@
 #!/bin/sh
 # What is to be run on a GPU next, in this order; each line goes on where it was stopped when it is called again.
-# Usage: sh benchmarks/screening.sh {paper-letters|contest-letters|contest-cifar10|screen|screen-100|semifl-look|semifl} FOLDER
+# Usage: sh benchmarks/screening.sh {paper-letters|server-weight|contest-letters|contest-cifar10|screen|screen-100|semifl-look|semifl} FOLDER
 # FOLDER holds cifar10.npz and emnist47.npz. Minutes are estimates for one H200, nothing else on it.
 # Several runs at a time need NVIDIA's MPS (docs/speed.md).
 set -e
@@ -10,6 +10,11 @@ case $what in
 paper-letters) # the twelve runs on letters that are missing in results/paper, 100 epochs: about 20 minutes, six at a time
     printf '%s\n' "3 --only R0.9-" 48 "6 --only T32-" "6 --only T8-" "6 --only T4-" 41 40 "6 --only T2-" | xargs -P 3 -L 1 \
         ssfl paper run --data "$data/emnist47.npz" --jobs 2 --quiet --out runs/paper ;;
+server-weight) # FedAvg with the mean weight of the server in grouping, C = 10, 30 and 47, three seeds: nine runs of
+    # 100 epochs, about 20 minutes, six at a time
+    printf '%s\n' "C10 --set method.server_weight=0.16667" "C30 --set method.server_weight=0.09091" \
+        "C47 --set method.server_weight=0.09636" | sed 's/^/--only crl-gn-R0.4-T16-Ns4700-/' | xargs -P 3 -L 1 \
+        ssfl paper run 16 --seeds 3 --jobs 2 --quiet --data "$data/emnist47.npz" --out runs/paper ;;
 contest-letters) # 8 methods, up to seven half runs to choose by and three seeds each, 5 epochs: about 20 minutes
     ssfl contest emnist-47 --methods anchored,alternate,semifl,cbafed,grouping,fl2,crl-gn,server-only --seeds 3 \
         --set data.path="$data/emnist47.npz" --set federation.epochs=5 $common --jobs 3 \
