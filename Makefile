@@ -5,8 +5,9 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet --constraint constraints.txt
 LOCKED := $(BIN)/pip --disable-pip-version-check install --quiet --no-deps --require-hashes --requirement
 OWN := $(BIN)/pip --disable-pip-version-check install --quiet --no-deps --no-build-isolation --editable .
-# Two processes of one thread each: most tests cannot use a second core by themselves.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+# Processes of one thread each: most tests cannot use a second core by themselves. Three for two cores, because some
+# tests wait.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3
 
 .PHONY: demo test test-all test-slow browser lint format docs sbom lock bench bench-venvs clean
 
@@ -14,13 +15,12 @@ demo: $(VENV)/demo.stamp  ## four methods on real digits, a table and a picture 
 	$(BIN)/python examples/demo.py
 
 test: $(VENV)/dev.stamp lint  ## ruff, mypy and the fast tests
-	$(PYTEST)
+	$(PYTEST) --dist worksteal
 
 test-all: test test-slow  ## the slow stories as well
 
 test-slow: $(VENV)/dev.stamp browser
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "slow and not federation" -n 2 --dist loadfile --no-loadscope-reorder
-	$(BIN)/python -m pytest -m "slow and federation" -n 3 --dist worksteal  # their processes often wait
+	$(PYTEST) -m slow --dist loadfile --no-loadscope-reorder
 
 browser:  ## Chromium and its driver for the tests of pages, where they are missing and may be installed
 	@command -v chromedriver >/dev/null || { [ "$$(id -u)" = 0 ] && apt-get update -qq && \

@@ -186,7 +186,7 @@ def test_a_step_may_depend_on_the_rate_and_on_the_received_weights() -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [["federation.head_start=0.4"], ["federation.rounds=1"], ["federation.dropout=0.3"]]
+    "settings", [["federation.head_start=0.4", "federation.dropout=0.3"], ["federation.rounds=1"]]
 )
 def test_rounds_without_users_and_few_rounds_break_no_law(settings: list[str]) -> None:
     assert [law for law in laws.check(Plain(), overrides=settings) if not law.holds] == []
