@@ -24,23 +24,6 @@ if TYPE_CHECKING:
 hypothesis.settings.register_profile("no deadline", deadline=None)  # a busy machine is no failure
 hypothesis.settings.load_profile("no deadline")
 Call = Callable[..., tuple[int, str, str]]
-FEDERATIONS = {
-    "test_answers",
-    "test_backbones",
-    "test_join",
-    "test_own_federation",
-    "test_port",
-    "test_signals",
-}
-"""Modules with real federations, besides all of test_deploy_*. Their slow tests start many processes, which
-often wait for each other, so several tests run at once."""
-
-
-def pytest_itemcollected(item: pytest.Item) -> None:
-    """Adds the mark that depends on the module, before tests are selected by their marks."""
-    module = item.path.stem
-    if module in FEDERATIONS or module.startswith("test_deploy_"):
-        item.add_marker("federation")
 
 
 @pytest.fixture(scope="session", autouse=True)
