@@ -185,6 +185,16 @@ def test_a_module_from_outside_runs_inside_the_graph(quick: Make, precision: str
     assert bool(state.average.isfinite().all())
 
 
+def test_views_without_kernels_are_made_by_compiled_code(quick: Make) -> None:
+    """A part that cannot be compiled would be announced by a warning."""
+    settings = ["run.device=cuda", "run.engine=vmap", "run.compile=true", "data.views=semifl"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SsflWarning)
+        sim = assemble.make(quick(*settings))
+        state, _ = sim.play(sim.initial())
+    assert bool(state.average.isfinite().all())
+
+
 FIRST_ROUND = """
 import hashlib, json, sys, time
 import torch
