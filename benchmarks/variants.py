@@ -108,7 +108,7 @@ SCREEN: Variants = {
 }  # fmt: skip
 """Ideas to try with one seed on photographs (learning rate 0.1). Those that help are repeated with more
 seeds. Run it from the repository's root, where `IDEAS` is found."""
-_HARSH = {
+_CONDITIONS = {
     "default": [],
     "threshold 0.4": ["method.threshold=0.4"],
     "three times the learning rate": ["train.lr=0.09"],
@@ -126,7 +126,7 @@ _HARSH = {
 _HELD_OUT = "train.server_held_out=0.2"
 GUARD: Variants = {
     f"{condition}: {guard}": [*sets, *more]
-    for condition, sets in _HARSH.items()
+    for condition, sets in _CONDITIONS.items()
     for guard, more in {
         "guard": [],
         "no guard": ["method.guard=false"],

@@ -1,7 +1,7 @@
 """Augmented views of images on a GPU, and the random numbers for them. Their GPU code is in `triton_views.py`
 and `triton_draws.py`; `data/augment.py` and `engines/work.py` have plain PyTorch code for the same bytes."""
 
-from importlib import metadata, util
+from importlib import metadata
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,13 +15,20 @@ if TYPE_CHECKING:
 
 TRITON = (3, 4)
 """The oldest version of Triton that can compile the kernels."""
-HAS_TRITON = (
-    util.find_spec("triton") is not None
-    and tuple(int(part) for part in metadata.version("triton").split(".")[:2]) >= TRITON
-)
-"""Whether Triton is new enough. A constant, because compiled code cannot look up versions."""
 MOST_PIXELS = 64 * 64
 """The largest images of which the kernels make views. A Triton program holds a whole image in registers."""
+
+
+def _has_triton() -> bool:
+    try:
+        version = metadata.version("triton")
+    except metadata.PackageNotFoundError:
+        return False
+    return tuple(int(part) for part in version.split(".")[:2]) >= TRITON
+
+
+HAS_TRITON = _has_triton()
+"""Whether Triton is new enough. A constant, because compiled code cannot look up versions."""
 _TABLES: dict[tuple[int, int, torch.device], "Tables"] = {}
 
 
