@@ -264,7 +264,7 @@ def test_the_server_has_most_of_the_weight_in_its_half_by_hand() -> None:
     middle = 0.7 * 300 / 400
     user = 100 * math.exp(-100 * middle / 100)
     server = 36 * 50 * math.exp(-100 * (0.7 - middle) / 50)
-    found = RscFed().by_distance(rows, torch.tensor([100, 50]), [1], server=True)
+    found = RscFed().by_distance(rows, torch.tensor([100, 50]), [1], with_server=True)
     assert found.item() == pytest.approx(0.7 * server / (user + server))
 
 
@@ -273,7 +273,7 @@ def test_the_server_is_drawn_into_halves_like_a_user() -> None:
     method = RscFed(consensus=1, server_factor=2.0)
     drawn = 0
     for key in range(60):
-        shares = method.sub_consensus(rows, counts, [10], torch.tensor(key), server=True)
+        shares = method.sub_consensus(rows, counts, [10], torch.tensor(key), with_server=True)
         assert (shares > 1e-6).sum() == 5
         # with the server there are four users of weight 1 and the server with 2 times 2
         expected = [0.125] * 4 + [0.5] if shares[-1] > 0.3 else [0.2] * 5

@@ -101,8 +101,7 @@ class Anchored(Method):
         discarded = users.counted and 2 * margin < float(best)
         fed.record(alone=int(discarded))
         if discarded:
-            server, velocity = fed.train_server(state.average), parts.still(state, self.momentum)
-            new = state.next(server.row.repeat(len(streams), 1), server.row, momentum_of=[server], **velocity)
+            new = parts.server_alone(state, fed, **parts.still(state, self.momentum))
         return replace(new, memory=new.memory | {"best": best.clamp(min=margin)})
 
     def trained_users(self, state: State, fed: Fed) -> Users:

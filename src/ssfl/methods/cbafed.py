@@ -124,11 +124,9 @@ class CbaFed(Method):
         """
         if not fed.has_server:
             return state.next(users.means, users.average, momentum_of=[users], **memory)
-        server = fed.train_server(state.average)
         if not users.counted:
-            return state.next(
-                server.row.repeat(len(state.streams), 1), server.row, momentum_of=[server], **memory
-            )
+            return parts.server_alone(state, fed, **memory)
+        server = fed.train_server(state.average)
         images, server_images = users.report["images"], fed.server_counts.sum()
         groups = [list(group or range(len(images))) for group in users.groups]
         group_images = torch.stack([images[group].sum() for group in groups]).to(users.means)[:, None]

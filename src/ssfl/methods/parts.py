@@ -188,6 +188,13 @@ def server_last(
     return state.next(server.row.repeat(len(streams), 1), server.row, momentum_of=[users, server], **memory)
 
 
+def server_alone(state: State, fed: Fed, **memory: Tensor) -> State:
+    """Returns the state after a round of the server alone: it trains the average of the round before, and all
+    groups continue with this model. `memory` are tensors that the method keeps for the next round."""
+    server = fed.train_server(state.average)
+    return state.next(server.row.repeat(len(state.streams), 1), server.row, momentum_of=[server], **memory)
+
+
 def still(state: State, beta: float) -> Named:
     """Returns the memory that server momentum needs before the first round: a velocity of zero for each
     group, under the name "velocity". It is empty if `beta`, the momentum, is 0."""

@@ -21,6 +21,7 @@ from ssfl.core import draws
 from ssfl.core.fields import setting
 from ssfl.core.losses import Losses
 from ssfl.federation import Fed, Labels, Look, Method, State, Step, Trained, Users
+from ssfl.methods import parts
 
 TEMPERATURE = 0.5
 """The teacher's probabilities are raised to the power of 1 divided by this, and then divided by their sum. So
@@ -79,11 +80,11 @@ class RscFed(Method):
         averaged by consensus (see `sub_consensus`). If no user's model was used, the server's model is the
         result."""
         users = fed.train_users(state.streams)
-        server = fed.train_server(state.average) if fed.has_server else None
         if not users.counted:
-            if server is None:
-                return state.next(users.means, users.average)
-            return state.next(server.row.repeat(len(state.streams), 1), server.row, momentum_of=[server])
+            if fed.has_server:
+                return parts.server_alone(state, fed)
+            return state.next(users.means, users.average)
+        server = fed.train_server(state.average) if fed.has_server else None
         everybody = range(len(users.indices))
         streams = torch.stack([self.of_group(users, list(g or everybody), server, fed) for g in users.groups])
         return state.next(streams, momentum_of=[users] if server is None else [users, server])
@@ -100,30 +101,30 @@ class RscFed(Method):
         return self.sub_consensus(rows, counts, fed.layout.sizes, key, server is not None)
 
     def sub_consensus(
-        self, rows: Tensor, counts: Tensor, pieces: Sequence[int], key: Tensor, server: bool = False
+        self, rows: Tensor, counts: Tensor, pieces: Sequence[int], key: Tensor, with_server: bool = False
     ) -> Tensor:
         """Returns the consensus of models, [P + Q]: the mean of several averages (`by_distance`), each over a
         random half of the models.
 
-        `rows` are the models, each with P weights and Q running statistics. The last one is the server's if
-        `server` is true; the others are the users'. `counts` are their owners' numbers of images. `pieces`
-        are the lengths of a model's tensors. `key` determines the halves.
+        `rows` are the models, each with P weights and Q running statistics. If `with_server`, the last one is
+        the server's. The others are the users'. `counts` are their owners' numbers of images. `pieces` are
+        the lengths of a model's tensors. `key` determines the halves.
         """
         numbers = torch.arange(len(rows))
         half = -(-len(rows) // 2)
         averages = []
         for turn in range(self.consensus):
             drawn = draws.fold(draws.fold(key.cpu(), turn), numbers).argsort(stable=True)[:half].sort().values
-            has_server = server and int(drawn[-1]) == len(rows) - 1
+            includes_server = with_server and int(drawn[-1]) == len(rows) - 1
             chosen = drawn.to(rows.device)
-            averages.append(self.by_distance(rows[chosen], counts[chosen], pieces, has_server))
+            averages.append(self.by_distance(rows[chosen], counts[chosen], pieces, includes_server))
         return torch.stack(averages).mean(0)
 
     def by_distance(
-        self, rows: Tensor, counts: Tensor, pieces: Sequence[int], server: bool = False
+        self, rows: Tensor, counts: Tensor, pieces: Sequence[int], with_server: bool = False
     ) -> Tensor:
         """Returns an average of the models `rows`, in which models far from the mean have less weight. It is
-        [P + Q], with P weights and Q running statistics. The last model is the server's if `server` is true.
+        [P + Q], with P weights and Q running statistics. If `with_server`, the last model is the server's.
 
         Model k has weight f_k² · n_k · exp(-β · d_k / n_k). Here n_k is its owner's number of images (in
         `counts`), and d_k is the distance of the model from the mean model. In the mean model, model k has
@@ -135,12 +136,12 @@ class RscFed(Method):
         """
         counts = counts.to(rows)
         factors = torch.ones_like(counts)
-        if server:
+        if with_server:
             factors[-1] = self.server_factor
         shares = factors * counts
         middle = (shares / shares.sum()) @ rows
         layers = (rows - middle).split(list(pieces), 1)
         distances = torch.stack([torch.linalg.vector_norm(layer, dim=1) for layer in layers])
-        scale = self.server_scale if server else self.scale
+        scale = self.server_scale if with_server else self.scale
         log_weights = (factors * shares).log() - scale * distances.sum(0) / counts
         return log_weights.softmax(0) @ rows

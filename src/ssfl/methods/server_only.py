@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 
 from ssfl.errors import ConfigError
 from ssfl.federation import Fed, Method, State
+from ssfl.methods import parts
 
 
 @dataclass(frozen=True)
@@ -32,5 +33,4 @@ class ServerOnly(Method):
             )
 
     def round(self, state: State, fed: Fed) -> State:
-        server = fed.train_server(state.average)
-        return state.next(server.row.repeat(len(state.streams), 1), server.row, momentum_of=[server])
+        return parts.server_alone(state, fed)
